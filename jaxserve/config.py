@@ -1,0 +1,103 @@
+"""Every setting, once: frozen dataclasses whose fields become the command line's flags.
+
+A field's `metadata["help"]` is its flag's help. Defaults serve the demo model on a small CPU;
+None means "worked out at start-up", and `jaxserve info` prints what it became.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+def setting(default, help, **metadata):
+    """A dataclass field with its help text; choices=(...) restricts it."""
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+def _check_choices(config):
+    for field in dataclasses.fields(config):
+        choices = field.metadata.get("choices")
+        value = getattr(config, field.name)
+        if choices and value not in choices:
+            raise ValueError(f"--{field.name}={value}: choose one of {', '.join(map(str, choices))}")
+
+
+def _check_at_least(config, **lows):
+    for name, low in lows.items():
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise ValueError(f"--{name}={value}: must be at least {low}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """What the engine runs and with how much. validate() raises ValueError with the remedy."""
+
+    model: str = setting("demo", "demo, a .gguf file, a Hugging Face folder, or a hub id.")
+    tokenizer: str | None = setting(None, "Tokenizer folder or file; default: the model's own.")
+    served_model_name: str | None = setting(None, "Name clients use; default: from --model.")
+    weight_dtype: str = setting(
+        "auto",
+        "Weights in memory. auto: the fastest form here that keeps the reference's tokens.",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "KV cache. auto: float32 on CPU, bfloat16 elsewhere.",
+        choices=("auto", "float32", "bfloat16", "int8", "float8_e4m3fn"),
+    )
+    max_model_len: int | None = setting(
+        None, "Prompt plus output tokens of a sequence; default: the model's, at most 8192."
+    )
+    num_slots: int = setting(16, "Sequences that run at once (rows of a step).")
+    token_budget: int = setting(256, "Tokens a step computes at most; long prompts go in chunks.")
+    page_size: int = setting(16, "Tokens of KV a page.")
+    num_pages: int | None = setting(
+        None, "KV pages; default: what the slots can use, within --kv_memory_gib."
+    )
+    kv_memory_gib: float | None = setting(None, "Bound on KV memory; default: half of what is free.")
+    prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
+    batching: str = setting(
+        "continuous",
+        "continuous refills freed slots at once; static waits for the slowest row (a baseline).",
+        choices=("continuous", "static"),
+    )
+    pipelined: bool = setting(True, "Dispatch a step before reading the one before it.")
+    deterministic: bool = setting(False, "One step shape for all: same tokens in any company.")
+    attention_backend: str = setting(
+        "auto", "Attention backend.", choices=("auto", "tpu", "gpu", "cpu", "reference")
+    )
+    max_queued: int = setting(1024, "Requests waiting; past that new ones are refused.")
+    max_queued_tokens: int = setting(4_000_000, "Prompt tokens waiting; past that, refused.")
+    compile_cache: str | None = setting(
+        None, "Folder of compiled programs; default: the user's cache folder. 'off' disables it."
+    )
+
+    def validate(self) -> None:
+        _check_choices(self)
+        _check_at_least(
+            self, num_slots=1, token_budget=1, page_size=1, num_pages=2, max_model_len=2,
+            max_queued=1, max_queued_tokens=1,
+        )  # fmt: skip
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"--page_size={self.page_size}: must be a power of two")
+        if self.token_budget < self.num_slots:
+            raise ValueError(
+                f"--token_budget={self.token_budget} is below --num_slots={self.num_slots}: every "
+                "running sequence needs one token a step; raise the budget or lower the slots"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """How the HTTP server listens and what it bounds."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.")
+    max_body_bytes: int = setting(8 << 20, "Largest request body; larger ones get 413.")
+    request_timeout_s: float = setting(600.0, "A request's longest life, queued and running.")
+    drain_timeout_s: float = setting(30.0, "On SIGTERM, how long running requests may finish.")
+    api_keys_file: str | None = setting(None, "File of accepted API keys, one a line; default: open.")
+
+    def validate(self) -> None:
+        _check_at_least(self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0)

@@ -1,0 +1,345 @@
+"""The values that cross rooms: what a client asks, what the engine tracks, what comes back.
+
+Host only: nothing here imports jax, so the scheduler, the server and the simulator share it.
+
+Walk: a client's `SamplingParams` and prompt ids become a frozen `Request`; the scheduler tracks one
+`Sequence` per choice of it; each device step's `StepResult` turns into `TokenEvent`s; text is added
+and an `OutputDelta` leaves for the client. The offline API folds the deltas of a request into one
+`RequestOutput`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence as SequenceOf
+
+import numpy as np
+
+# Limits on one request, stated once. A stranger may send anything; these bound the work it causes.
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 128
+MAX_LOGIT_BIAS = 256
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
+
+
+class RequestRefused(ValueError):
+    """A request the engine will not take; the message says what to change.
+
+    code: "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full" or
+      "shutting_down". retry_after: seconds after which trying again makes sense, None when never.
+    param: name of the offending field, if one is to blame.
+    """
+
+    def __init__(self, message, *, code="invalid_value", param=None, retry_after=None):
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+
+class EngineFailed(RuntimeError):
+    """A device step failed and took this request with it. The request itself was not at fault."""
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"  # an end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the model length
+    ABORT = "abort"  # the client left, or asked to stop
+    TIMEOUT = "timeout"  # its deadline passed
+    ERROR = "error"  # a fault of the engine
+
+
+def _refuse(param, value, rule):
+    raise RequestRefused(f"{param}={value!r}: {rule}", param=param)
+
+
+def _number(params, name, low, high, *, integer=False):
+    value = getattr(params, name)
+    kinds = (int,) if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        _refuse(name, value, "must be an integer" if integer else "must be a number")
+    if not (math.isfinite(value) and low <= value <= high):
+        _refuse(name, value, f"must be between {low} and {high}")
+
+
+def _token_id(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        _refuse(name, value, "token ids are integers from 0")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Validated once, here; raises RequestRefused.
+
+    Order on the logits: logit_bias, penalties, min_tokens mask, temperature, top_k, top_p, min_p.
+    """
+
+    n: int = 1  # choices per prompt, 1..128
+    max_tokens: int | None = 16  # None: as many as the model length allows
+    min_tokens: int = 0  # end and stop tokens are masked until then
+    temperature: float = 1.0  # 0 (or under 1e-5) is greedy
+    top_k: int = 0  # 0, -1 or None: off
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1]: keep tokens of at least min_p times the best one's probability
+    repetition_penalty: float = 1.0  # over prompt and output; (0, 100]
+    presence_penalty: float = 0.0  # over output; -2..2
+    frequency_penalty: float = 0.0  # over output; -2..2
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)  # -100 bans, 100 forces
+    seed: int | None = None
+    stop: SequenceOf[str] = ()  # stop strings, found across tokens and cut from the text
+    stop_token_ids: SequenceOf[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; k: the token's own and the k best, k <= 20
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)
+        if self.top_k is None or self.top_k == -1:
+            put("top_k", 0)
+        if self.stop is None:
+            put("stop", ())
+        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        put("logit_bias", dict(self.logit_bias or {}))
+        _number(self, "n", 1, MAX_N, integer=True)
+        if self.max_tokens is not None:
+            _number(self, "max_tokens", 0, 2**31 - 1, integer=True)
+        _number(self, "min_tokens", 0, 2**31 - 1, integer=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"is more than max_tokens={self.max_tokens}")
+        _number(self, "temperature", 0, 100)
+        _number(self, "top_k", 0, 2**31 - 1, integer=True)
+        _number(self, "top_p", 0, 1)
+        if self.top_p == 0:
+            _refuse("top_p", self.top_p, "must be above 0; for greedy tokens use temperature=0")
+        _number(self, "min_p", 0, 1)
+        _number(self, "repetition_penalty", 0, 100)
+        if self.repetition_penalty == 0:
+            _refuse("repetition_penalty", self.repetition_penalty, "must be above 0; 1 is off")
+        _number(self, "presence_penalty", -2, 2)
+        _number(self, "frequency_penalty", -2, 2)
+        if self.seed is not None:
+            _number(self, "seed", -(2**63), MAX_SEED, integer=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _number(self, name, 0, MAX_LOGPROBS, integer=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "must be true or false")
+        self._check_lists()
+
+    def _check_lists(self):
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse("stop", len(self.stop), f"at most {MAX_STOP_STRINGS} stop strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+                _refuse("stop", text, f"stop strings have 1 to {MAX_STOP_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {MAX_STOP_IDS}")
+        for token in self.stop_token_ids:
+            _token_id("stop_token_ids", token)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _token_id("logit_bias", token)
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                _refuse("logit_bias", bias, "biases are numbers from -100 to 100")
+
+    @property
+    def greedy(self) -> bool:
+        """Below 1e-5 the other tokens' probability is 0 in float32: the same as the argmax."""
+        return self.temperature < 1e-5
+
+    @property
+    def plain(self) -> bool:
+        """True when the greedy-only step program serves this request: argmax of the bare logits."""
+        return (
+            self.greedy
+            and not self.logit_bias
+            and self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and self.min_tokens == 0
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+        )
+
+    @property
+    def penalised(self) -> bool:
+        """True when sampling needs the row's token history on the device."""
+        return (
+            self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses ids that the model does not have. Devices clamp or wrap such ids silently."""
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                if token >= vocab_size:
+                    _refuse(name, token, f"the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and what to do with it. Frozen; the scheduler's own state is in its Sequences."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    seed: int = 0  # params.seed, or one drawn at arrival: the scheduler owns no randomness
+    tenant: str = ""
+    priority: int = 0  # lower runs earlier
+    arrival: float = 0.0  # seconds on the engine's clock
+    deadline: float | None = None  # same clock; past it the request ends, queued or running
+    cache_salt: str = ""  # requests share prefix pages only with the same salt
+
+
+class Sequence:
+    """One running choice of a request. Owned and changed by the scheduler alone.
+
+    Counters, never phases: num_computed chases num_tokens. Chunked prefill, prefix hits, preemption
+    and resumption all are "some tokens have no KV yet".
+    """
+
+    __slots__ = (
+        "request", "index", "tokens", "num_prompt", "num_computed", "num_scheduled",
+        "num_sampling", "num_cached", "slot", "pages", "finish", "stop_reason", "max_total",
+        "num_preemptions",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, index: int, max_total: int):
+        self.request = request
+        self.index = index  # which of the request's n choices
+        self.tokens = list(request.prompt_ids)  # prompt, then output as it is absorbed
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0  # tokens whose KV is written, as of the last absorbed step
+        self.num_scheduled = 0  # tokens in dispatched steps not yet absorbed
+        self.num_sampling = 0  # of those steps, how many will bring a new token
+        self.num_cached = 0  # prompt tokens served by the prefix cache at first admission
+        self.slot: int | None = None  # held from admission to finish or preemption
+        self.pages: list[int] = []
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | str | None = None  # the stop id or stop string that ended it
+        self.max_total = max_total  # prompt + output tokens at which it ends with LENGTH
+        self.num_preemptions = 0
+
+    @property
+    def id(self) -> tuple[str, int]:
+        return self.request.id, self.index
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, counting those a dispatched step will bring."""
+        return len(self.tokens) + self.num_sampling
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def next_position(self) -> int:
+        """First position without KV once every dispatched step is done."""
+        return self.num_computed + self.num_scheduled
+
+    def __repr__(self):
+        return (
+            f"Sequence({self.request.id}/{self.index}, prompt={self.num_prompt}, "
+            f"tokens={len(self.tokens)}, computed={self.num_computed}+{self.num_scheduled}, "
+            f"slot={self.slot}, finish={self.finish})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens from one chunk.
+
+    logprob[i] is that of the prompt token at position start + i given all before it.
+    """
+
+    start: int
+    logprob: np.ndarray  # float32 [count]
+    top_ids: np.ndarray  # int32 [count, MAX_LOGPROBS]
+    top_logprobs: np.ndarray  # float32 [count, MAX_LOGPROBS]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one device step brought, on the host. Row r belongs to row r of the step's plan."""
+
+    token_S: np.ndarray  # int32; meaningful where the plan's samples_S is true
+    logprob_S: np.ndarray | None = None  # float32; None from a greedy-only step
+    top_ids_SK: np.ndarray | None = None  # int32, K = MAX_LOGPROBS
+    top_logprobs_SK: np.ndarray | None = None
+    prompt_scores: Mapping[int, PromptScores] = dataclasses.field(default_factory=dict)  # by row
+
+
+@dataclasses.dataclass(slots=True)
+class TokenEvent:
+    """One thing that happened to one sequence. token None: an end (or scores) without a token."""
+
+    sequence: Sequence
+    token: int | None
+    finish: FinishReason | None = None
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    prompt_scores: PromptScores | None = None
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one chosen token and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class OutputDelta:
+    """News of one choice: text and tokens since the last delta, and at the end its reason.
+
+    text never holds half a character and never any part of a stop string. token_ids and logprobs
+    may run ahead of text while characters or possible stop strings are incomplete.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, on the first delta
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One finished choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """A finished request of the offline API."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,60 @@
+"""Packaging. Tool settings live in pyproject.toml; dependencies and package layout live here.
+
+`models/` and `pallas_kernels/` stand at the top level of the repository and install as
+`jaxserve.models` and `jaxserve.pallas_kernels`: a package called `models` in site-packages would
+collide with users' own.
+"""
+
+import setuptools
+
+PACKAGE_DIR = {
+    "jaxserve": "jaxserve",
+    "jaxserve.models": "models",
+    "jaxserve.pallas_kernels": "pallas_kernels",
+    "jaxserve.configs": "configs",
+}
+
+
+def packages():
+    """Every package below the four roots, by its installed name."""
+    found = []
+    for name, folder in PACKAGE_DIR.items():
+        found.append(name)
+        found += [f"{name}.{sub}" for sub in setuptools.find_namespace_packages(folder)]
+    return sorted(p for p in set(found) if "__pycache__" not in p)
+
+
+setuptools.setup(
+    name="jaxserve",
+    version="0.1.0",
+    description="Serves language models from JAX on TPU, GPU and CPU with continuous batching",
+    python_requires=">=3.11",
+    packages=packages(),
+    package_dir=PACKAGE_DIR,
+    package_data={"": ["*.json", "*.toml", "*.cc"]},
+    install_requires=[
+        "absl-py>=2.1",
+        "fastapi>=0.115",
+        "flax>=0.10",
+        "gguf>=0.17",
+        "jax>=0.10.2",
+        "jinja2>=3.1.5",
+        "numpy>=2.0",
+        "optax>=0.2.4",
+        "orbax-checkpoint>=0.11",
+        "orjson>=3.10",
+        "prometheus-client>=0.21",
+        "rich>=13.9",
+        "safetensors>=0.5",
+        "sentencepiece>=0.2",
+        "tokenizers>=0.21",
+        "uvicorn>=0.34",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]>=0.10.2"],
+        "cuda": ["jax[cuda13]>=0.10.2"],
+        "hub": ["huggingface_hub>=0.30"],
+        "test": ["pytest>=8", "hypothesis>=6.120", "openai>=1.60", "httpx>=0.28", "ruff>=0.12"],
+    },
+    entry_points={"console_scripts": ["jaxserve=jaxserve.main:run"]},
+)
