@@ -1,0 +1,21 @@
+"""What every test shares: strict jax, the large reference files when they are there, no surprises."""
+
+import pathlib
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DATA = pathlib.Path(__file__).resolve().parent / "data"
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """Folder of the large references (goldens, traces, templates) beside a developer's checkout."""
+    folder = ROOT.parent / "shared"
+    if not (folder / "goldens").is_dir():
+        pytest.skip("the large reference files (../shared) are not on this machine")
+    return folder
