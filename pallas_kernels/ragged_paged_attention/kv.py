@@ -1,0 +1,114 @@
+"""The paged KV cache: its specification, its layout, and numbers in 8 bits.
+
+Position p of a row lives in page `page_table_SP[row, p // K]`, slot `p % K`. Page 0 is the null page:
+no row owns it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
+INT8_MAX = 127.0
+LAYOUTS = ("tpu", "gpu", "cpu", "reference", "interpret")
+
+
+@dataclasses.dataclass(frozen=True)
+class KVSpec:
+    """What one model keeps per token. dtype: float32, bfloat16, int8 or float8_e4m3fn."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: jnp.dtype
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        known = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+        if self.dtype.name not in known:
+            raise ValueError(f"KV dtype {self.dtype.name}: choose one of {', '.join(known)}")
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def quantised(self) -> bool:
+        return self.dtype.itemsize == 1
+
+
+@flax.struct.dataclass
+class KVPages:
+    """The stacked cache of all layers. Donated to every step and updated in place.
+
+    data: [L, G, J, 2, K, E] for the CPU backends (2: K then V); see `kv_page_shape` for the others.
+    scale: float32 [L, G, J, 2, K] for 8-bit data, None otherwise. value = data * scale. Each page
+      carries a scale per head and slot, not one for all its slots: a page fills over many steps, and
+      a shared scale would have to be revised, so results would depend on how a prompt was chunked.
+    """
+
+    data: jax.Array
+    scale: jax.Array | None = None
+
+
+def kv_page_shape(spec: KVSpec, num_pages: int, backend: str) -> tuple[int, ...]:
+    """Shape of `KVPages.data` for `backend`."""
+    if backend not in LAYOUTS:
+        raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(LAYOUTS)}")
+    return (
+        spec.num_layers, num_pages, spec.num_kv_heads, 2, spec.page_size, spec.head_dim,
+    )  # fmt: skip
+
+
+def kv_page_specs(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
+    """The cache as ShapeDtypeStructs: what to lower a step with."""
+    shape = kv_page_shape(spec, num_pages, backend)
+    scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if spec.quantised else None
+    return KVPages(jax.ShapeDtypeStruct(shape, spec.dtype), scale)
+
+
+def init_kv_pages(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
+    """An empty cache: zeros, and scales of one."""
+    specs = kv_page_specs(spec, num_pages, backend)
+    scale = None if specs.scale is None else jnp.ones(specs.scale.shape, specs.scale.dtype)
+    return KVPages(jnp.zeros(specs.data.shape, specs.data.dtype), scale)
+
+
+def kv_bytes_per_page(spec: KVSpec, backend: str) -> int:
+    """Bytes that one page takes over all layers, scales included."""
+    leaves = jax.tree.leaves(kv_page_specs(spec, 1, backend))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def quantise(x, dtype):
+    """x [..., E] -> (8-bit [..., E], scale float32 [...]) with x ~ data * scale.
+
+    Scales make the largest magnitude of each vector the largest code. A vector of zeros keeps scale
+    1; infinities become the largest finite value: nothing here makes a NaN of a number.
+    """
+    limit = INT8_MAX if jnp.dtype(dtype) == jnp.int8 else FP8_MAX
+    largest = float(jnp.finfo(jnp.float32).max)
+    x = jnp.clip(x.astype(jnp.float32), -largest, largest)
+    amax = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.where(amax > 0, jnp.maximum(amax / limit, jnp.finfo(jnp.float32).tiny), 1.0)
+    codes = jnp.clip(x / scale[..., None], -limit, limit)
+    if jnp.dtype(dtype) == jnp.int8:
+        codes = jnp.round(codes)
+    return codes.astype(dtype), scale
+
+
+def to_layout(pages: KVPages, backend: str) -> KVPages:
+    """Pages in the plain layout [L, G, J, 2, K, E] -> the backend's."""
+    assert backend in LAYOUTS
+    return pages
+
+
+def from_layout(pages: KVPages, backend: str) -> KVPages:
+    """The backend's layout -> the plain one."""
+    assert backend in LAYOUTS
+    return pages
