@@ -1,0 +1,117 @@
+"""linear: y_TF = x_TD @ w_FD^T for plain, packed and group-quantised weights. The only door.
+
+    from jaxserve.pallas_kernels.linear import api as linear_op
+    w = linear_op.prepare(array_FD, "float32", backend)          # once, at load (numpy in and out)
+    y_TF = linear_op.linear(x_TD, w, backend=backend)            # in the step
+
+Weights may have a leading layer axis L; then `layer` (a Python int or a traced int32 scalar) picks
+one matrix, and the native backend reads it in place: under lax.scan no weight is ever copied.
+
+Backends: "cpu", native code that uses every core this process may run on, and "reference", plain
+jnp for any device. The cpu backend promises that a row of y depends on that row of x alone, bit for
+bit: not on T, not on the other rows. Accuracy, relative to the largest element of the result:
+float32 and bfloat16 weights some 1e-7 (every product in float32 or better), quantised weights some
+1e-5 (activations in 16 bits per group of 32 inputs, integer sums exact, groups summed in float32).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import cpu, reference, weights
+from .gguf_blocks import from_gguf_blocks
+from .weights import PackedWeight, QuantizedWeight, concatenate, quantize, stack, take_rows
+
+__all__ = [
+    "PackedWeight",
+    "QuantizedWeight",
+    "auto_weight_dtype",
+    "choose_backend",
+    "concatenate",
+    "dequantize",
+    "from_gguf_blocks",
+    "gather_rows",
+    "linear",
+    "prepare",
+    "quantize",
+    "stack",
+    "take_rows",
+]
+
+WEIGHT_DTYPES = ("stored", "float32", "bfloat16", "int8", "int4")
+
+
+def choose_backend(platform: str) -> str:
+    """ "cpu" where the native library is built and XLA runs on the CPU, else "reference"."""
+    return "cpu" if platform == "cpu" and cpu.available() else "reference"
+
+
+def auto_weight_dtype(backend: str, source) -> str:
+    """The fastest form that keeps float32's tokens, for `source`: an array or QuantizedWeight.
+
+    "stored" keeps a checkpoint's own groups, or its bfloat16: half to an eighth of float32's bytes
+    and the same values. Without native code quantised weights would be expanded at every call, so
+    there it is "float32".
+    """
+    if backend == "cpu":
+        compact = isinstance(source, QuantizedWeight) or source.dtype == jnp.bfloat16
+        return "stored" if compact else "float32"
+    return "float32"
+
+
+def prepare(source, weight_dtype: str, backend: str):
+    """The form of `source` (numpy [F, D] or [L, F, D], or a QuantizedWeight) that `linear` reads
+    fastest on `backend`. numpy in, numpy leaves out: put the result on the device with device_put.
+
+    weight_dtype: "stored" (as it comes: its groups, bfloat16, else float32), "float32", "bfloat16",
+    "int8" or "int4" (rounded to groups of 32). An input size that groups of 32 do not divide stays
+    float32 under "int8" and "int4".
+    """
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"weight_dtype {weight_dtype!r}: use one of {', '.join(WEIGHT_DTYPES)}")
+    weight = _convert(source, weight_dtype)
+    if backend != "cpu":
+        return weight
+    if isinstance(weight, QuantizedWeight):
+        return weights.to_panels(weight)
+    return weights.pack_floats(weight)
+
+
+def _convert(source, weight_dtype):
+    quantised = isinstance(source, QuantizedWeight)
+    if weight_dtype == "stored":
+        if quantised or source.dtype == jnp.bfloat16:
+            return source
+        weight_dtype = "float32"
+    if weight_dtype in ("int8", "int4"):
+        if quantised and source.bits == (8 if weight_dtype == "int8" else 4):
+            return source
+        if source.shape[-1] % weights.GROUP == 0:
+            return quantize(weights.to_floats(source), weight_dtype)
+        weight_dtype = "float32"
+    dtype = np.float32 if weight_dtype == "float32" else jnp.bfloat16
+    floats = weights.to_floats(source) if quantised else np.asarray(source)
+    return floats.astype(dtype)
+
+
+def dequantize(weight):
+    """The float32 matrix [F, D] (or [L, F, D]) that any form of weight stands for."""
+    return weights.to_floats(weight)
+
+
+def gather_rows(weight, ids_T):
+    """float32 [T, D]: rows `ids_T` (int32, in range: check on the host) of a weight without layer
+    axis, in any form; an embedding look-up that shares its table with the output head."""
+    return weights.pick_rows(weight, ids_T)
+
+
+def linear(x_TD, weight, *, layer=None, backend: str):
+    """y_TF = x_TD @ weight^T, in x's dtype; `weight` as `prepare` returns it, or a plain array.
+
+    `layer` picks from a weight with a leading layer axis. Plain arrays run in XLA on any backend.
+    """
+    assert (len(weight.shape) == 3) == (layer is not None), (weight.shape, layer)
+    assert x_TD.shape[-1] == weight.shape[-1], (x_TD.shape, weight.shape)
+    if backend == "cpu" and not isinstance(weight, jax.Array | np.ndarray):
+        return cpu.linear(x_TD, weight, layer=layer)
+    return reference.linear(x_TD, weight, layer=layer).astype(x_TD.dtype)
