@@ -90,7 +90,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output; (0, 100]
     presence_penalty: float = 0.0  # over output; -2..2
     frequency_penalty: float = 0.0  # over output; -2..2
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)  # -100 bans, 100 forces
+    logit_bias: Mapping[int, float] = dataclasses.field(
+        default_factory=dict
+    )  # -100 bans, 100 forces
     seed: int | None = None
     stop: SequenceOf[str] = ()  # stop strings, found across tokens and cut from the text
     stop_token_ids: SequenceOf[int] = ()
@@ -150,7 +152,11 @@ class SamplingParams:
             _refuse("logit_bias", len(self.logit_bias), f"at most {MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():
             _token_id("logit_bias", token)
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            if (
+                isinstance(bias, bool)
+                or not isinstance(bias, (int, float))
+                or not -100 <= bias <= 100
+            ):
                 _refuse("logit_bias", bias, "biases are numbers from -100 to 100")
 
     @property
@@ -176,7 +182,9 @@ class SamplingParams:
     def penalised(self) -> bool:
         """True when sampling needs the row's token history on the device."""
         return (
-            self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -203,57 +211,45 @@ class Request:
 
 
 class Sequence:
-    """One running choice of a request. Owned and changed by the scheduler alone.
+    """One choice of a request. Owned and changed by the scheduler alone.
 
-    Counters, never phases: num_computed chases num_tokens. Chunked prefill, prefix hits, preemption
-    and resumption all are "some tokens have no KV yet".
+    What changes with every step (positions, pages, tokens in flight) lives in the scheduler's
+    SlotArray while the sequence holds a slot; here is what outlives a slot.
     """
 
     __slots__ = (
-        "request", "index", "tokens", "num_prompt", "num_computed", "num_scheduled",
-        "num_sampling", "num_cached", "slot", "pages", "finish", "stop_reason", "max_total",
-        "num_preemptions",
+        "request", "index", "serial", "tokens", "num_prompt", "max_total", "slot", "finish",
+        "stop_reason", "num_cached", "num_scored", "num_preemptions", "must_pass", "page_chain",
     )  # fmt: skip
 
-    def __init__(self, request: Request, index: int, max_total: int):
+    def __init__(self, request: Request, index: int, max_total: int, serial: int = 0):
         self.request = request
         self.index = index  # which of the request's n choices
+        self.serial = serial  # order of arrival, the last word in every comparison
         self.tokens = list(request.prompt_ids)  # prompt, then output as it is absorbed
         self.num_prompt = len(self.tokens)
-        self.num_computed = 0  # tokens whose KV is written, as of the last absorbed step
-        self.num_scheduled = 0  # tokens in dispatched steps not yet absorbed
-        self.num_sampling = 0  # of those steps, how many will bring a new token
-        self.num_cached = 0  # prompt tokens served by the prefix cache at first admission
+        self.max_total = max_total  # prompt + output tokens at which it ends with LENGTH
         self.slot: int | None = None  # held from admission to finish or preemption
-        self.pages: list[int] = []
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop id or stop string that ended it
-        self.max_total = max_total  # prompt + output tokens at which it ends with LENGTH
+        self.num_cached = 0  # prompt tokens served by the prefix cache at first admission
+        self.num_scored = 0  # prompt positions whose log-probabilities were passed on
         self.num_preemptions = 0
+        self.must_pass = -1  # not preempted again before it has more tokens than this
+        self.page_chain: list[bytes] = []  # digests of its full pages, as far as worked out
 
     @property
     def id(self) -> tuple[str, int]:
         return self.request.id, self.index
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that exist, counting those a dispatched step will bring."""
-        return len(self.tokens) + self.num_sampling
-
-    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def next_position(self) -> int:
-        """First position without KV once every dispatched step is done."""
-        return self.num_computed + self.num_scheduled
 
     def __repr__(self):
         return (
             f"Sequence({self.request.id}/{self.index}, prompt={self.num_prompt}, "
-            f"tokens={len(self.tokens)}, computed={self.num_computed}+{self.num_scheduled}, "
-            f"slot={self.slot}, finish={self.finish})"
+            f"tokens={len(self.tokens)}, slot={self.slot}, finish={self.finish})"
         )
 
 
@@ -319,6 +315,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, on the first delta
     num_cached_tokens: int = 0
+    error: Exception | None = None  # with finish_reason ERROR
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,287 @@
+"""AsyncEngine: one engine thread behind an asyncio door.
+
+Any number of coroutines call generate(); the engine thread drains their requests from an inbox,
+steps the core, and wakes each event loop once a step with everything that is new for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.core import EngineCore
+from jaxserve.types import (
+    EngineFailed,
+    FinishReason,
+    OutputDelta,
+    Request,
+    RequestRefused,
+    SamplingParams,
+)
+
+_STUCK_AFTER_S = 120.0  # work waiting and no step done for so long: the device is stuck
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """state: "ready", "draining", "stuck" (no step for 120 s with work waiting) or "dead"."""
+
+    state: str
+    seconds_since_step: float
+    message: str = ""
+
+
+class _Stream:
+    """One request's deltas on their way from the engine thread to a coroutine."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_choices: int):
+        self.loop = loop
+        self.open_choices = num_choices  # as the coroutine has seen
+        self.unfinished = num_choices  # as the engine thread has seen
+        self.deltas: list[OutputDelta] = []
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+
+    def put(self, delta: OutputDelta) -> None:
+        """Called on the loop's own thread."""
+        self.deltas.append(delta)
+        self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.news.set()
+
+    async def take(self) -> list[OutputDelta]:
+        """Everything new; waits until there is something. Raises the error that ended it."""
+        await self.news.wait()
+        self.news.clear()
+        taken, self.deltas = self.deltas, []
+        if not taken and self.error is not None:
+            raise self.error
+        self.open_choices -= sum(delta.finish_reason is not None for delta in taken)
+        return taken
+
+
+class AsyncEngine:
+    """Generates for many coroutines at once. Make one with start() or from an EngineCore."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer,
+        *,
+        config: EngineConfig,
+        model_name: str = "model",
+        max_model_len: int | None = None,
+        memory_table: dict | None = None,
+        description: str = "",
+    ):
+        self.config = config
+        self.core = core
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.vocab_size = tokenizer.vocab_size
+        self.memory_table = memory_table or {}
+        self.description = description
+        self._streams: dict[str, _Stream] = {}  # engine thread only
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Condition()
+        self._state = "ready"
+        self._failure = ""
+        self._ended = False  # set under _wake when the engine thread stops reading its inbox
+        self._idle_since = core.clock()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, progress=None, observers=()) -> AsyncEngine:
+        """Loads, compiles and starts; blocks until the engine can serve. Raises ValueError with
+        the remedy when the model or the settings will not do."""
+        from jaxserve.engine.start import build  # only here: what it needs imports jax
+
+        parts = build(config, clock=time.monotonic, progress=progress, observers=observers)
+        return cls(
+            parts.core,
+            parts.tokenizer,
+            config=parts.config,
+            model_name=parts.model_name,
+            max_model_len=parts.config.max_model_len,
+            memory_table=parts.memory_table,
+            description=parts.description,
+        )
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
+    ) -> AsyncIterator[list[OutputDelta]]:
+        """Yields the news of the request's choices until all have finished.
+
+        Closing the iterator, or cancelling the task, aborts the request. Raises RequestRefused
+        before the first delta, EngineFailed when a device step failed under it.
+        """
+        now = self.core.clock()
+        if self._state != "ready":
+            raise RequestRefused(f"the engine is {self._state}", code="shutting_down")
+        if self._ended:
+            raise EngineFailed(self._failure)
+        request = Request(
+            id=request_id or secrets.token_hex(8),
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            tenant=tenant,
+            priority=priority,
+            arrival=now,
+            deadline=None if timeout_s is None else now + timeout_s,
+            cache_salt=cache_salt,
+        )
+        stream = _Stream(asyncio.get_running_loop(), params.n)
+        self._post(lambda: self._add(request, stream))
+        if self._ended:  # it ended in between: nobody will read the inbox
+            raise EngineFailed(self._failure or "the engine has shut down")
+        try:
+            while stream.open_choices > 0:
+                deltas = await stream.take()
+                for delta in deltas:
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise delta.error or EngineFailed("the request failed in the engine")
+                yield deltas
+        finally:
+            if stream.open_choices > 0 and stream.error is None:
+                self.abort(request.id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees what it holds. Harmless for one that has ended."""
+        self._post(lambda: self._deliver(self.core.abort(request_id)))
+
+    def stats(self):
+        """Counters of the scheduler, as of its last step. See scheduler.Stats."""
+        return self.core.scheduler.stats()
+
+    def health(self) -> Health:
+        waiting = self.core.clock() - max(self.core.last_step, self._idle_since)
+        if not self._thread.is_alive() and self._state != "stopped":
+            return Health("dead", waiting, self._failure or "the engine thread has ended")
+        if self.core.has_work and waiting > _STUCK_AFTER_S:
+            return Health("stuck", waiting, f"no step has finished for {waiting:.0f} s")
+        return Health(self._state, waiting)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for the running ones. True when all have ended."""
+        self._state = "draining"
+        end = time.monotonic() + timeout_s
+        with self._wake:
+            while self._busy() and time.monotonic() < end and self._thread.is_alive():
+                self._wake.wait(0.05)
+        return not self._busy()
+
+    def shutdown(self) -> None:
+        """Ends the engine thread. Requests still open end with an error."""
+        self._state = "stopped"
+        with self._wake:
+            self._wake.notify_all()
+        self._thread.join(timeout=60)
+
+    # ---- engine thread ------------------------------------------------------------------------
+
+    def _post(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            if self._ended:
+                return
+            self._inbox.append(job)
+            self._wake.notify_all()
+
+    def _busy(self) -> bool:
+        return bool(self._inbox) or self.core.has_work
+
+    def _run(self) -> None:
+        try:
+            while self._state != "stopped":
+                self._wait_for_work()
+                while self._inbox:
+                    self._inbox.popleft()()
+                if self.core.has_work:
+                    self._deliver(self.core.step())
+        except BaseException as error:
+            self._failure = f"the engine thread failed: {type(error).__name__}"
+            logging.getLogger("jaxserve").exception("the engine thread failed")
+        finally:
+            self._fail_streams(EngineFailed(self._failure or "the engine has shut down"))
+
+    def _wait_for_work(self) -> None:
+        with self._wake:
+            if self._busy() or self._state == "stopped":
+                return
+            self._wake.notify_all()  # drain() waits for this
+            while not self._busy() and self._state != "stopped":
+                self._wake.wait()
+            self._idle_since = self.core.clock()
+
+    def _add(self, request: Request, stream: _Stream) -> None:
+        if request.id in self._streams:
+            error = RequestRefused(f"request id {request.id!r} is in use", param="request_id")
+        else:
+            try:
+                self.core.add(request)
+                self._streams[request.id] = stream
+                return
+            except Exception as raised:
+                error = raised
+        _call(stream.loop, stream.fail, error)
+
+    def _deliver(self, outputs: list[tuple[str, OutputDelta]]) -> None:
+        """Hands a step's deltas over, waking each event loop once."""
+        by_loop = collections.defaultdict(list)
+        ended = collections.Counter()
+        for request_id, delta in outputs:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                by_loop[stream.loop].append((stream, delta))
+                ended[request_id] += delta.finish_reason is not None
+        for request_id, count in ended.items():
+            stream = self._streams[request_id]
+            stream.unfinished -= count
+            if stream.unfinished == 0:
+                del self._streams[request_id]
+        for loop, news in by_loop.items():
+            _call(loop, _put_all, news)
+
+    def _fail_streams(self, error: Exception) -> None:
+        with self._wake:
+            self._ended = True
+            left, self._inbox = self._inbox, collections.deque()
+        for job in left:  # registers the streams of requests nobody has seen yet
+            with contextlib.suppress(Exception):
+                job()
+        for stream in self._streams.values():
+            _call(stream.loop, stream.fail, error)
+        self._streams.clear()
+
+
+def _put_all(news: list[tuple[_Stream, OutputDelta]]) -> None:
+    for stream, delta in news:
+        stream.put(delta)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function, *args) -> None:
+    """Runs function on the loop's thread; a loop that has closed has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        assert loop.is_closed()

@@ -1,0 +1,142 @@
+"""EngineCore: the loop. Three verbs a step: plan, dispatch, absorb.
+
+No jax here: the runner is injected, so the simulator and the tests drive the same loop. One thread
+owns a core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxserve.engine.output import OutputStage
+from jaxserve.scheduler.plan import StepPlan
+from jaxserve.types import EngineFailed, OutputDelta, Request, StepResult, TokenEvent
+
+
+class Runner(Protocol):
+    """What computes a plan. Device runner: engine/runner.py. Fake one: sim/fake_runner.py."""
+
+    def dispatch(self, plan: StepPlan) -> Any: ...
+
+    def fetch(self, pending: Any) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
+class Scheduler(Protocol):
+    """The scheduler's doors, as the loop uses them. See scheduler/scheduler.py."""
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> list[TokenEvent]: ...
+
+    def plan(self, now: float) -> StepPlan | None: ...
+
+    def absorb(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]: ...
+
+    def take_events(self) -> list[TokenEvent]: ...
+
+    def fail_all(self, error: Exception) -> list[TokenEvent]: ...
+
+
+class Observer(Protocol):
+    """Told of each absorbed step; metrics and the decision log implement it."""
+
+    def on_step(self, plan: StepPlan, seconds: float) -> None: ...
+
+
+Outputs = list[tuple[str, OutputDelta]]  # (request id, news of one of its choices)
+
+
+@dataclasses.dataclass
+class InFlight:
+    """A dispatched step that has not been absorbed."""
+
+    plan: StepPlan
+    pending: Any
+    dispatched: float
+
+
+class EngineCore:
+    """Queue and track, form the active group, advance it, remove the finished, refill at once."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        output: OutputStage,
+        clock: Callable[[], float],
+        *,
+        pipelined: bool = True,
+        observers: tuple[Observer, ...] = (),
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.output = output
+        self.clock = clock
+        self.observers = observers
+        self.step = self.overlapped_step if pipelined else self.plain_step
+        self.last_step = clock()  # when a step was last absorbed; a stuck device stops moving it
+        self.in_flight: InFlight | None = None
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestRefused; then nothing is kept of it."""
+        self.output.open(request)
+        try:
+            self.scheduler.add(request)
+        except Exception:
+            self.output.close(request)
+            raise
+
+    def abort(self, request_id: str) -> Outputs:
+        """Ends a request where it stands. Harmless for one that has ended."""
+        return self.output.process(self.scheduler.abort(request_id), self.scheduler)
+
+    @property
+    def has_work(self) -> bool:
+        return self.in_flight is not None or self.scheduler.has_work
+
+    def plain_step(self) -> Outputs:
+        """One step from plan to outputs, nothing overlapped: the oracle of overlapped_step."""
+        return self._guarded(lambda: self._absorb(self._dispatch()))
+
+    def overlapped_step(self) -> Outputs:
+        """Dispatches the next step before reading the one before it, which hides the host's work."""
+
+        def advance():
+            previous, self.in_flight = self.in_flight, self._dispatch()
+            return self._absorb(previous)
+
+        return self._guarded(advance)
+
+    def _dispatch(self) -> InFlight | None:
+        now = self.clock()
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return None
+        return InFlight(plan, self.runner.dispatch(plan), now)
+
+    def _absorb(self, step: InFlight | None) -> Outputs:
+        events = self.scheduler.take_events()  # ends that needed no step: deadlines, empty outputs
+        if step is not None:
+            result = self.runner.fetch(step.pending)
+            now = self.clock()
+            events += self.scheduler.absorb(step.plan, result, now)
+            for observer in self.observers:
+                observer.on_step(step.plan, now - max(step.dispatched, self.last_step))
+            self.last_step = now
+        return self.output.process(events, self.scheduler)
+
+    def _guarded(self, advance: Callable[[], Outputs]) -> Outputs:
+        """A step that raises loses the donated KV pool: what ran ends with an error, what waits
+        goes on with a new pool."""
+        try:
+            return advance()
+        except Exception as error:
+            self.in_flight = None
+            self.runner.reset()
+            failure = EngineFailed(f"a device step failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return self.output.process(self.scheduler.fail_all(failure), self.scheduler)

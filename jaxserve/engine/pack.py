@@ -1,0 +1,158 @@
+"""A StepPlan as the arrays of one bucket.
+
+Every array is fresh: on CPU a device array may alias the numpy array it came from, so an array is
+never written after it was handed over. int32 and float32 on purpose: int64 would pass silently and
+select no compiled program.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.engine.state import SamplingInputs, StepInputs
+from jaxserve.pallas_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxserve.scheduler.plan import StepPlan
+from jaxserve.types import Sequence
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd (golden ratio): choices of a request get distinct seeds
+
+
+class RowParams:
+    """Sampling parameters by slot, filled when a sequence is admitted, indexed by row each step."""
+
+    def __init__(self, num_slots: int):
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.repetition = np.ones(num_slots, np.float32)
+        self.presence = np.zeros(num_slots, np.float32)
+        self.frequency = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros((num_slots, 2), np.uint32)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.plain = np.ones(num_slots, bool)
+        self.penalised = np.zeros(num_slots, bool)
+        self.biased = np.zeros(num_slots, bool)
+        self.logprobs = np.zeros(num_slots, bool)
+        self.prompt_logprobs = np.zeros(num_slots, bool)
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        params = sequence.request.params
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        seed = (sequence.request.seed + sequence.index * _SEED_STRIDE) % 2**64
+        self.seed[slot] = seed >> 32, seed & 0xFFFFFFFF
+        self.num_prompt[slot] = sequence.num_prompt
+        self.min_tokens[slot] = params.min_tokens
+        self.plain[slot] = params.plain
+        self.penalised[slot] = params.penalised
+        self.biased[slot] = bool(params.logit_bias)
+        self.logprobs[slot] = params.logprobs is not None
+        self.prompt_logprobs[slot] = params.prompt_logprobs is not None and sequence.index == 0
+
+
+def pack(
+    plan: StepPlan,
+    rows: RowParams,
+    bucket_T: int,
+    num_slots: int,
+    max_pages: int,
+    *,
+    sampled: bool | None = None,
+) -> StepInputs:
+    """StepInputs in numpy for the bucket.
+
+    sampled: which program's inputs; None asks the rows: greedy-only when every one is plain.
+    """
+    num_S, num_T = min(num_slots, bucket_T), plan.num_tokens
+    q_len = np.diff(plan.cu_q_len_S1)
+    token_ids_T = np.zeros(bucket_T, np.int32)
+    token_ids_T[:num_T] = plan.token_ids_T
+    positions_T = np.zeros(bucket_T, np.int32)
+    positions_T[:num_T] = np.arange(num_T, dtype=np.int32) + np.repeat(
+        plan.start_S - plan.cu_q_len_S1[:-1], q_len
+    )
+    slot_T = np.zeros(bucket_T, np.int32)
+    slot_T[:num_T] = np.repeat(plan.slot_S, q_len)
+    end_S = plan.start_S + q_len
+    inputs = StepInputs(
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
+        slot_T=slot_T,
+        slot_S=_padded(plan.slot_S, num_S, num_slots),
+        last_T_S=_padded(plan.cu_q_len_S1[1:] - 1, num_S, 0),
+        new_position_S=_padded(end_S, num_S, 0),
+        samples_S=_padded(plan.samples_S, num_S, False, bool),
+        batch=_batch(plan, end_S, num_S, max_pages),
+        sampling=None,
+    )
+    if sampled is None:
+        sampled = not rows.plain[plan.slot_S].all()
+    if not sampled:
+        return inputs
+    return inputs.replace(sampling=_sampling(plan, rows, end_S, num_S, bucket_T))
+
+
+def _padded(values, size, fill, dtype=np.int32):
+    out = np.full(size, fill, dtype)
+    out[: len(values)] = values
+    return out
+
+
+def _batch(plan, end_S, num_S, max_pages) -> RaggedBatch:
+    page_table_SP = np.zeros((num_S, max_pages), np.int32)
+    page_table_SP[: plan.num_rows] = plan.page_table_SP
+    return RaggedBatch(
+        page_table_SP=page_table_SP,
+        kv_len_S=_padded(end_S, num_S, 0),
+        cu_q_len_S1=_padded(plan.cu_q_len_S1, num_S + 1, plan.num_tokens),
+        num_rows=np.array([plan.num_rows], np.int32),
+        num_decode=np.array([plan.num_decode], np.int32),
+    )
+
+
+def _sampling(plan, rows, end_S, num_S, bucket_T) -> SamplingInputs:
+    slots = plan.slot_S
+    pick = lambda values, fill, dtype=np.float32: _padded(values[slots], num_S, fill, dtype)
+    seed_S2 = np.zeros((num_S, 2), np.uint32)
+    seed_S2[: plan.num_rows] = rows.seed[slots]
+    num_output_S = end_S - rows.num_prompt[slots]
+    masks_ends_S = _padded(num_output_S < rows.min_tokens[slots], num_S, False, bool)
+    scored = rows.prompt_logprobs[slots] & (plan.start_S < rows.num_prompt[slots])
+    truncates = (rows.top_k[slots] > 0) | (rows.top_p[slots] < 1) | (rows.min_p[slots] > 0)
+    flag = lambda values: np.array(values.any())
+    return SamplingInputs(
+        temperature_S=pick(rows.temperature, 0),
+        top_k_S=pick(rows.top_k, 0, np.int32),
+        top_p_S=pick(rows.top_p, 1),
+        min_p_S=pick(rows.min_p, 0),
+        repetition_S=pick(rows.repetition, 1),
+        presence_S=pick(rows.presence, 0),
+        frequency_S=pick(rows.frequency, 0),
+        seed_S2=seed_S2,
+        num_prompt_S=pick(rows.num_prompt, 0, np.int32),
+        masks_ends_S=masks_ends_S,
+        next_token_T=_next_tokens(plan, scored, bucket_T),
+        any_penalty=flag(rows.penalised[slots]),
+        any_bias=flag(rows.biased[slots]),
+        any_truncation=flag(truncates),
+        any_logprobs=flag(rows.logprobs[slots]),
+        any_prompt_logprobs=flag(scored),
+    )
+
+
+def _next_tokens(plan, scored_S, bucket_T):
+    """The prompt token after each one, in the rows whose prompt is scored."""
+    next_token_T = np.zeros(bucket_T, np.int32)
+    for row in np.flatnonzero(scored_S):
+        first, last = plan.cu_q_len_S1[row], plan.cu_q_len_S1[row + 1]
+        start = int(plan.start_S[row]) + 1
+        tokens = plan.sequences[row].request.prompt_ids[start : start + int(last - first)]
+        next_token_T[first : first + len(tokens)] = tokens
+    return next_token_T

@@ -1,0 +1,162 @@
+"""From settings to a running engine: resolve, load, size, compile.
+
+The one place that knows every part; the server and the offline API only see what it returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import platform
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve import models, tokenizer
+from jaxserve.config import EngineConfig
+from jaxserve.engine import memory
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.output import OutputStage
+from jaxserve.engine.runner import Runner, RunnerShape
+from jaxserve.engine.step import StepSpec
+from jaxserve.models.layers import Backend
+from jaxserve.pallas_kernels.linear import api as linear
+from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
+from jaxserve.scheduler.scheduler import Scheduler
+
+MAX_MODEL_LEN_DEFAULT = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A core that is ready to step, and what it was made of."""
+
+    core: EngineCore
+    tokenizer: tokenizer.Tokenizer
+    config: EngineConfig  # with every None worked out
+    model: models.LoadedModel
+    memory_table: memory.MemoryTable
+    description: str  # one line: what it runs with
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_name
+
+
+def choose_backend(config: EngineConfig) -> Backend:
+    """The backends of this machine's default device, or those the settings ask for."""
+    device = jax.default_backend()
+    kind = config.attention_backend
+    kind = attention.choose_backend(device) if kind == "auto" else kind
+    native = linear.choose_backend(device)
+    # Without the native matmul, slicing stacked weights on a CPU copies every layer each step.
+    return Backend(attention=kind, linear=native, stacked=device != "cpu" or native == "cpu")
+
+
+def build(
+    config: EngineConfig,
+    *,
+    clock: Callable[[], float],
+    progress=None,
+    observers=(),
+    cache_dir: pathlib.Path | None = None,
+) -> Engine:
+    """Loads the model and compiles its programs. progress: see jaxserve.progress.Progress.
+
+    Raises ValueError, in one line with the remedy, for settings or files that will not do.
+    """
+    config.validate()
+    use_compile_cache(config, cache_dir)
+    backend = choose_backend(config)
+    path = models.resolve(config.model, cache_dir=cache_dir, progress=_part(progress, "download"))
+    text = tokenizer.load(path, override=config.tokenizer and pathlib.Path(config.tokenizer))
+    loaded = models.load(
+        path,
+        weight_dtype=config.weight_dtype,
+        backend=backend,
+        progress=_part(progress, "load"),
+    )
+    config = _settle(config, loaded)
+    device = jax.local_devices()[0]
+    spec = loaded.config.kv_spec(config.page_size, jnp.dtype(config.kv_dtype))
+    page_bytes = attention.kv_bytes_per_page(spec, backend.attention)
+    free = memory.free_bytes(device)
+    pages = memory.count_pages(config, page_bytes, free, device.platform)
+    config = dataclasses.replace(config, num_pages=pages)
+
+    shape = RunnerShape(
+        num_slots=config.num_slots,
+        token_budget=config.token_budget,
+        max_model_len=config.max_model_len,
+        num_pages=pages,
+        kv_spec=spec,
+        deterministic=config.deterministic,
+    )
+    num_tokens = min(loaded.config.vocab_size, text.vocab_size)
+    step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
+    runner = Runner(step, loaded.params, shape, loaded.eos_ids)
+    runner.compile(_part(progress, "compile"))
+    scheduler = Scheduler.from_config(config, eos_ids=loaded.eos_ids, vocab_size=num_tokens)
+    core = EngineCore(
+        scheduler,
+        runner,
+        OutputStage(text),
+        clock,
+        pipelined=config.pipelined,
+        observers=observers,
+    )
+    table = memory.MemoryTable(loaded.weight_bytes, pages * page_bytes, memory.free_bytes(device))
+    return Engine(core, text, config, loaded, table, _describe(config, loaded, backend, device))
+
+
+def _part(progress, name):
+    return None if progress is None else progress.part(name)
+
+
+def _settle(config: EngineConfig, loaded) -> EngineConfig:
+    """Replaces the Nones and autos that the model decides."""
+    longest = loaded.config.max_position_embeddings
+    length = config.max_model_len or min(longest, MAX_MODEL_LEN_DEFAULT)
+    if length > longest:
+        raise ValueError(f"--max_model_len={length}: this model's positions end at {longest}")
+    kv_dtype = config.kv_dtype
+    if kv_dtype == "auto":
+        kv_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return dataclasses.replace(
+        config,
+        max_model_len=length,
+        kv_dtype=kv_dtype,
+        weight_dtype=loaded.weight_dtype,
+        served_model_name=config.served_model_name or loaded.name,
+    )
+
+
+def _describe(config, loaded, backend, device) -> str:
+    return (
+        f"{config.served_model_name} on {device.device_kind} ({backend.attention} attention, "
+        f"{backend.linear} matmul) · weights {loaded.weight_dtype} · KV {config.kv_dtype} · "
+        f"{config.num_slots} slots · {config.num_pages} pages of {config.page_size} tokens · "
+        f"{config.token_budget} tokens a step"
+    )
+
+
+def use_compile_cache(config: EngineConfig, cache_dir: pathlib.Path | None) -> None:
+    """Keeps compiled programs between starts. jax ignores entries it cannot read or that belong
+    to other versions; a folder for each kind of machine keeps foreign instructions out."""
+    if config.compile_cache == "off":
+        return
+    base = config.compile_cache or (cache_dir or models.default_cache_dir()) / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(base) / _machine_id()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_raise_persistent_cache_errors", False)
+
+
+def _machine_id() -> str:
+    """Names the instruction set that CPU programs are compiled for."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(f"{platform.machine()} {flags}".encode()).hexdigest()[:16]

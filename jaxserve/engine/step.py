@@ -1,0 +1,118 @@
+"""device_step: what one compiled program computes. Pure; jitted and compiled ahead by runner.py.
+
+tokens (from the host, or last_token_N) -> family.forward -> rows that sample -> logits transforms
+-> sample -> last_token_N. Rows and tokens past the batch's own are padding: they compute finite
+rubbish that nothing reads and write nowhere a real row can see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.engine import logits as logit_transforms
+from jaxserve.engine import sample as sampling_op
+from jaxserve.engine.state import DeviceState, StepInputs, StepOutputs
+from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
+from jaxserve.types import MAX_LOGPROBS
+
+_SCORE_BLOCK = 16  # prompt tokens scored at a time: bounds the [block, V] logits in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """What is fixed when a step is compiled, whatever its bucket."""
+
+    family: ModuleType
+    model_config: object
+    attention_backend: str
+    num_tokens: int  # ids the tokenizer knows; the head's other rows are padding
+
+
+def device_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
+    """One step over inputs' T tokens. DONATES state.
+
+    Returns:
+      (DeviceState, StepOutputs): pages hold the new K and V, last_token_N the new tokens of rows
+      that sample.
+    """
+    token_ids_T = jnp.where(
+        inputs.token_ids_T < 0, state.last_token_N[inputs.slot_T], inputs.token_ids_T
+    )
+
+    def attend(q_THE, k_TJE, v_TJE, kv_pages, **options):
+        backend = spec.attention_backend
+        return attention.ragged_paged_attention(
+            q_THE, k_TJE, v_TJE, kv_pages, inputs.batch, backend=backend, **options
+        )
+
+    family, config = spec.family, spec.model_config
+    hidden_TD, kv_pages = family.forward(
+        params, config, token_ids_T, inputs.positions_T, state.kv_pages, attend
+    )
+    state = state.replace(kv_pages=kv_pages)
+    logits_SV = family.logits(params, config, hidden_TD[inputs.last_T_S])
+    logits_SV = logit_transforms.mask_padded_vocabulary(logits_SV, spec.num_tokens)
+    if inputs.sampling is None:
+        outputs = StepOutputs(token_S=sampling_op.greedy(logits_SV))
+    else:
+        outputs = _sampled(params, state, inputs, spec, hidden_TD, logits_SV)
+        state = state.replace(history_NM=_append(state.history_NM, inputs, outputs.token_S))
+    newest_S = jnp.where(inputs.samples_S, outputs.token_S, state.last_token_N[inputs.slot_S])
+    last_token_N = state.last_token_N.at[inputs.slot_S].set(newest_S, mode="drop")
+    return state.replace(last_token_N=last_token_N), outputs
+
+
+def _append(history_NM, inputs, token_S):
+    """The new token joins its row's history; a row that does not sample writes out of range."""
+    position_S = jnp.where(inputs.samples_S, inputs.new_position_S, history_NM.shape[1])
+    return history_NM.at[inputs.slot_S, position_S].set(token_S, mode="drop")
+
+
+def _sampled(params, state, inputs, spec, hidden_TD, logits_SV) -> StepOutputs:
+    sampling = inputs.sampling
+    shaped_SV = logit_transforms.transform(
+        logits_SV, state, sampling, inputs.slot_S, inputs.new_position_S
+    )
+    token_S = sampling_op.sample(shaped_SV, sampling, inputs.new_position_S)
+    rows = token_S.shape[0]
+    # Reported log-probabilities are the model's own, before penalties and temperature.
+    logprob_S, top_ids_SK, top_logprobs_SK = jax.lax.cond(
+        sampling.any_logprobs,
+        lambda: sampling_op.top_logprobs(logits_SV, token_S, MAX_LOGPROBS),
+        lambda: _no_scores(rows),
+    )
+    scores = jax.lax.cond(
+        sampling.any_prompt_logprobs,
+        lambda: _score_prompt(params, spec, hidden_TD, inputs),
+        lambda: _no_scores(hidden_TD.shape[0]),
+    )
+    return StepOutputs(token_S, logprob_S, top_ids_SK, top_logprobs_SK, *scores)
+
+
+def _no_scores(rows: int):
+    return (
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, MAX_LOGPROBS), jnp.int32),
+        jnp.zeros((rows, MAX_LOGPROBS), jnp.float32),
+    )
+
+
+def _score_prompt(params, spec, hidden_TD, inputs):
+    """Log-probability of the known token after each position, a block of positions at a time."""
+    block = min(_SCORE_BLOCK, hidden_TD.shape[0])
+
+    def score(chunk):
+        hidden_BD, next_B = chunk
+        logits_BV = spec.family.logits(params, spec.model_config, hidden_BD)
+        logits_BV = logit_transforms.mask_padded_vocabulary(logits_BV, spec.num_tokens)
+        return sampling_op.top_logprobs(logits_BV, next_B, MAX_LOGPROBS)
+
+    chunks = (
+        hidden_TD.reshape(-1, block, hidden_TD.shape[1]),
+        inputs.sampling.next_token_T.reshape(-1, block),
+    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(score, chunks))

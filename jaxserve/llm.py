@@ -1,0 +1,163 @@
+"""LLM: the offline API, on the same EngineCore as the server.
+
+from jaxserve import LLM, SamplingParams
+
+llm = LLM("demo")
+for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.types import (
+    CompletionOutput,
+    FinishReason,
+    OutputDelta,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+
+
+class LLM:
+    """Loads a model and generates for lists of prompts. Not thread safe.
+
+    Args:
+      model: "demo", a .gguf file, a Hugging Face folder, or a hub id.
+      settings: any field of EngineConfig, by name.
+    """
+
+    def __init__(self, model: str = "demo", *, progress=None, observers=(), **settings):
+        from jaxserve.engine.start import build  # here, so that importing jaxserve is quick
+
+        config = EngineConfig(model=str(model), **settings)
+        self.engine = build(config, clock=time.monotonic, progress=progress, observers=observers)
+        self.tokenizer = self.engine.tokenizer
+        self.config = self.engine.config
+
+    def get_tokenizer(self):
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output=None,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts.
+
+        prompts: a text, token ids, {"prompt_token_ids": ids}, or a list of these.
+        sampling_params: one for all, or one for each prompt.
+        on_output: called with each RequestOutput when it finishes, e.g. for a progress bar.
+
+        Raises RequestRefused for a prompt that cannot be served; then none has run.
+        """
+        prompts = _as_list(prompts)
+        params = _for_each(sampling_params, len(prompts))
+        requests, outputs = [], {}
+        for prompt, choice in zip(prompts, params):
+            text, ids = self._encode(prompt)
+            request = self._request(ids, choice)
+            requests.append(request)
+            blank = [CompletionOutput(i, "", [], _no_logprobs(choice)) for i in range(choice.n)]
+            outputs[request.id] = RequestOutput(request.id, text, list(ids), blank)
+        self._run(requests, outputs, on_output)
+        return list(outputs.values())
+
+    def chat(
+        self,
+        messages: Sequence[Mapping] | Sequence[Sequence[Mapping]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools=None,
+        **template_arguments,
+    ) -> list[RequestOutput]:
+        """Like generate, for one conversation or a list of them, by the model's chat template."""
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.tokenizer.encode_chat(list(conversation), tools=tools, **template_arguments)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            return prompt, tuple(self.tokenizer.encode(prompt))
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"]
+        return None, tuple(int(token) for token in prompt)
+
+    def _request(self, ids, params) -> Request:
+        return Request(
+            id=secrets.token_hex(8),
+            prompt_ids=ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            arrival=self.engine.core.clock(),
+        )
+
+    def _run(self, requests, outputs, on_output) -> None:
+        core = self.engine.core
+        open_choices = {}
+        try:
+            for request in requests:
+                core.add(request)
+                open_choices[request.id] = request.params.n
+            while core.has_work:
+                for request_id, delta in core.step():
+                    _fold(outputs[request_id], delta)
+                    if delta.finish_reason is None:
+                        continue
+                    if delta.error is not None:
+                        raise delta.error
+                    open_choices[request_id] -= 1
+                    if not open_choices[request_id]:
+                        del open_choices[request_id]
+                        if on_output:
+                            on_output(outputs[request_id])
+        finally:  # refused, failed or interrupted: leave nothing behind
+            for request_id in open_choices:
+                core.abort(request_id)
+            while open_choices and core.has_work:
+                core.step()
+
+
+def _as_list(prompts) -> list[Prompt]:
+    one = isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def _for_each(params, count) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or as many")
+    return list(params)
+
+
+def _no_logprobs(params: SamplingParams):
+    return None if params.logprobs is None else []
+
+
+def _fold(output: RequestOutput, delta: OutputDelta) -> None:
+    choice = output.outputs[delta.index]
+    choice.text += delta.text
+    choice.token_ids += delta.token_ids
+    if choice.logprobs is not None and delta.logprobs:
+        choice.logprobs += delta.logprobs
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = delta.prompt_logprobs
+    output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+    if delta.finish_reason is not None:
+        choice.finish_reason = FinishReason(delta.finish_reason).value
+        choice.stop_reason = delta.stop_reason
