@@ -19,7 +19,9 @@ def _check_choices(config):
         choices = field.metadata.get("choices")
         value = getattr(config, field.name)
         if choices and value not in choices:
-            raise ValueError(f"--{field.name}={value}: choose one of {', '.join(map(str, choices))}")
+            raise ValueError(
+                f"--{field.name}={value}: choose one of {', '.join(map(str, choices))}"
+            )
 
 
 def _check_at_least(config, **lows):
@@ -55,7 +57,9 @@ class EngineConfig:
     num_pages: int | None = setting(
         None, "KV pages; default: what the slots can use, within --kv_memory_gib."
     )
-    kv_memory_gib: float | None = setting(None, "Bound on KV memory; default: half of what is free.")
+    kv_memory_gib: float | None = setting(
+        None, "Bound on KV memory; default: half of what is free."
+    )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     batching: str = setting(
         "continuous",
@@ -89,6 +93,20 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """Who is served first, and within which bounds."""
+
+    policy: str = setting(
+        "fcfs",
+        "Who goes first. fcfs: by arrival; priority: lower values; deadline: the earliest.",
+        choices=("fcfs", "priority", "deadline"),
+    )
+
+    def validate(self) -> None:
+        _check_choices(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerConfig:
     """How the HTTP server listens and what it bounds."""
 
@@ -97,7 +115,9 @@ class ServerConfig:
     max_body_bytes: int = setting(8 << 20, "Largest request body; larger ones get 413.")
     request_timeout_s: float = setting(600.0, "A request's longest life, queued and running.")
     drain_timeout_s: float = setting(30.0, "On SIGTERM, how long running requests may finish.")
-    api_keys_file: str | None = setting(None, "File of accepted API keys, one a line; default: open.")
+    api_keys_file: str | None = setting(
+        None, "File of accepted API keys, one a line; default: open."
+    )
 
     def validate(self) -> None:
         _check_at_least(self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class EngineFailed(RuntimeError):
     """A device step failed and took this request with it. The request itself was not at fault."""
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the model length
     ABORT = "abort"  # the client left, or asked to stop

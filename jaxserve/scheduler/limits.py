@@ -1,0 +1,82 @@
+"""Limits: what this engine can hold, and the requests it refuses at the door because of that.
+
+A request that can never run must not queue: it would wait for ever and everyone behind it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.types import Request, RequestRefused
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The shape of the engine. With the policy settings it determines every plan."""
+
+    num_slots: int
+    num_pages: int  # with the null page, so num_pages - 1 can be held
+    page_size: int  # tokens
+    token_budget: int  # tokens a step
+    max_model_len: int  # prompt + output tokens of a sequence
+    vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+    prefix_caching: bool = True
+    batching: str = "continuous"
+    max_queued: int = 1024  # requests
+    max_queued_tokens: int = 4_000_000  # prompt tokens
+
+    def __post_init__(self):
+        assert self.num_slots >= 1 and self.num_pages >= 2 and self.page_size >= 1
+        assert self.token_budget >= self.num_slots, "every running row needs a token a step"
+        assert self.batching in ("continuous", "static")
+
+    @property
+    def pages_per_row(self) -> int:
+        """P: pages of the longest sequence."""
+        return self.pages_for(self.max_model_len)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV the whole pool holds."""
+        return (self.num_pages - 1) * self.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def max_total(self, request: Request) -> int:
+        """Tokens at which a sequence of this request ends with LENGTH.
+
+        The smallest of what it asks, what the model takes, and what the pool holds: a sequence
+        alone in the pool can compute kv_tokens tokens and sample one more from the last of them.
+        So a sequence that is alone never lacks a page, which is why preemption always has an end.
+        """
+        most = min(self.max_model_len, self.kv_tokens + 1)
+        if request.params.max_tokens is None:
+            return most
+        return min(most, len(request.prompt_ids) + request.params.max_tokens)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestRefused when the request can never run here."""
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise RequestRefused("the prompt has no tokens", param="prompt")
+        if length >= self.max_model_len:
+            raise RequestRefused(
+                f"the prompt has {length} tokens and the model takes {self.max_model_len} for "
+                "prompt and output together; shorten the prompt",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        needed, held = self.pages_for(length + 1), self.num_pages - 1
+        if needed > held:
+            raise RequestRefused(
+                f"the prompt needs {needed} KV pages of {self.page_size} tokens and the engine "
+                f"has {held}; shorten the prompt or start the engine with more pages",
+                code="capacity_exceeded",
+                param="prompt",
+            )
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
+            raise RequestRefused(
+                f"prompt token ids must be between 0 and {self.vocab_size - 1}", param="prompt"
+            )

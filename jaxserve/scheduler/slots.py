@@ -1,0 +1,127 @@
+"""SlotArray: the rows of the running batch, as arrays.
+
+Everything that changes in every step is a numpy column over the N slots, so that planning and
+absorbing 256 decoding rows is a handful of array operations instead of 256 objects.
+
+The counters of a slot chase each other, left to right:
+
+    computed_N <= planned_N <= tokens_N      known_N <= tokens_N
+    KV written    KV written    tokens that     tokens the
+    for sure      when the      exist then      host has read
+                  dispatched
+                  steps are done
+
+Chunked prefill, a prefix hit, a resumed sequence and plain decoding are all the same thing:
+planned_N is below tokens_N.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from jaxserve.cache.page_pool import NULL_PAGE
+from jaxserve.types import Sequence
+
+
+class SlotArray:
+    """N slots, each empty or holding one sequence from its admission to its end or preemption.
+
+    The lowest free slot is taken first: any rule would do for the device, which gathers the rows
+    it needs, and this one keeps rows in admission order and plans easy to read and compare.
+    """
+
+    def __init__(self, num_slots: int, pages_per_row: int):
+        self.num_slots = num_slots
+        self.active_N = np.zeros(num_slots, bool)
+        self.generation_N = np.zeros(num_slots, np.int32)  # grows when a slot is left
+        self.computed_N = np.zeros(num_slots, np.int32)
+        self.planned_N = np.zeros(num_slots, np.int32)
+        self.tokens_N = np.zeros(num_slots, np.int32)
+        self.known_N = np.zeros(num_slots, np.int32)
+        self.max_total_N = np.zeros(num_slots, np.int32)
+        self.stop_at_N = np.zeros(num_slots, np.int32)  # nothing to compute from here on
+        self.last_token_N = np.zeros(num_slots, np.int32)
+        self.must_pass_N = np.zeros(num_slots, np.int32)
+        self.order_N = np.zeros(num_slots, np.int64)  # of admission
+        self.scores_N = np.zeros(num_slots, bool)  # its log-probabilities are wanted
+        self.num_pages_N = np.zeros(num_slots, np.int32)
+        self.page_table_NP = np.full((num_slots, pages_per_row), NULL_PAGE, np.int32)
+        self.sequence_N = np.full(num_slots, None, object)
+        self._free = list(range(num_slots))  # a heap
+        self._admissions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_slots - len(self._free)
+
+    def admit(self, sequence: Sequence, pages: list[int], num_cached: int) -> int:
+        """Gives the sequence the lowest free slot; its first num_cached tokens have KV already."""
+        slot = heapq.heappop(self._free)
+        sequence.slot = slot
+        count = len(sequence.tokens)
+        self.sequence_N[slot] = sequence
+        self.active_N[slot] = True
+        self.computed_N[slot] = self.planned_N[slot] = num_cached
+        self.tokens_N[slot] = self.known_N[slot] = count
+        self.max_total_N[slot] = sequence.max_total
+        # A sequence of full length samples nothing more, so the KV of its last token is of no use;
+        # only a request for no token at all (prompt scoring) computes everything it has.
+        self.stop_at_N[slot] = sequence.max_total + (sequence.max_total == sequence.num_prompt)
+        self.last_token_N[slot] = sequence.tokens[-1]
+        self.must_pass_N[slot] = sequence.must_pass
+        self.scores_N[slot] = sequence.request.params.logprobs is not None
+        self.order_N[slot] = self._admissions
+        self._admissions += 1
+        self.page_table_NP[slot, : len(pages)] = pages
+        self.num_pages_N[slot] = len(pages)
+        return slot
+
+    def leave(self, slot: int) -> list[int]:
+        """Empties the slot and returns its pages in order of position.
+
+        From here on the generation tells rows of earlier plans apart, and the page table row is
+        all null pages: whoever looks at an empty slot finds nothing of its last tenant.
+        """
+        pages = self.pages(slot)
+        self.sequence_N[slot].slot = None
+        self.sequence_N[slot] = None
+        self.active_N[slot] = False
+        self.generation_N[slot] += 1
+        self.page_table_NP[slot, : len(pages)] = NULL_PAGE
+        for column_N in (
+            self.computed_N, self.planned_N, self.tokens_N, self.known_N, self.num_pages_N,
+        ):  # fmt: skip
+            column_N[slot] = 0
+        heapq.heappush(self._free, slot)
+        return pages
+
+    def pages(self, slot: int) -> list[int]:
+        return self.page_table_NP[slot, : self.num_pages_N[slot]].tolist()
+
+    def running(self) -> list[Sequence]:
+        """The sequences that hold a slot, by slot."""
+        return self.sequence_N[self.active_N].tolist()
+
+    def check_invariants(self, page_size: int) -> None:
+        empty_N = ~self.active_N
+        assert set(self._free) == set(np.flatnonzero(empty_N).tolist())
+        assert not self.page_table_NP[empty_N].any(), "an empty slot has pages"
+        assert not self.tokens_N[empty_N].any() and not self.num_pages_N[empty_N].any()
+        assert (self.computed_N <= self.planned_N).all() and (self.planned_N <= self.tokens_N).all()
+        assert (self.known_N <= self.tokens_N).all()
+        live_N = self.active_N
+        assert (self.tokens_N <= self.max_total_N)[live_N].all(), "scheduled past its length"
+        assert (self.planned_N <= self.num_pages_N * page_size).all(), "KV without a page"
+        for slot in np.flatnonzero(live_N).tolist():
+            sequence = self.sequence_N[slot]
+            assert sequence.slot == slot and sequence.finish is None
+            assert len(sequence.tokens) == self.known_N[slot]
+            held = self.num_pages_N[slot]
+            assert (self.page_table_NP[slot, :held] != NULL_PAGE).all()
+            assert not self.page_table_NP[slot, held:].any()
