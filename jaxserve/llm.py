@@ -39,6 +39,7 @@ class LLM:
 
         config = EngineConfig(model=str(model), **settings)
         self.engine = build(config, clock=time.monotonic, progress=progress, observers=observers)
+        self.engine.warm_up()
         self.tokenizer = self.engine.tokenizer
         self.config = self.engine.config
 

@@ -32,7 +32,7 @@ _STUCK_AFTER_S = 120.0  # work waiting and no step done for so long: the device 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """state: "ready", "draining", "stuck" (no step for 120 s with work waiting) or "dead"."""
+    """state: starting, ready, draining, stuck (work waits and no step ends) or dead."""
 
     state: str
     seconds_since_step: float
@@ -80,22 +80,26 @@ class AsyncEngine:
         *,
         config: EngineConfig,
         model_name: str = "model",
-        max_model_len: int | None = None,
-        memory_table: dict | None = None,
+        memory_table=None,
         description: str = "",
+        warm_up: Callable[[], None] = lambda: None,
     ):
+        """warm_up runs first on the engine thread; until it is done the state is "starting" and
+        requests wait."""
         self.config = config
         self.core = core
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.max_model_len = max_model_len
+        self.max_model_len = config.max_model_len
         self.vocab_size = tokenizer.vocab_size
-        self.memory_table = memory_table or {}
+        self.memory_table = memory_table
         self.description = description
+        self._warm_up = warm_up
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
-        self._state = "ready"
+        self._state = "starting"
+        self._settled = threading.Event()  # warm, or failed
         self._failure = ""
         self._ended = False  # set under _wake when the engine thread stops reading its inbox
         self._idle_since = core.clock()
@@ -109,15 +113,28 @@ class AsyncEngine:
         from jaxserve.engine.start import build  # only here: what it needs imports jax
 
         parts = build(config, clock=time.monotonic, progress=progress, observers=observers)
+        engine = cls.from_parts(parts)
+        engine.wait_until_ready()
+        return engine
+
+    @classmethod
+    def from_parts(cls, parts) -> AsyncEngine:
+        """An engine of what engine.start.build made; returns while it still warms up."""
         return cls(
             parts.core,
             parts.tokenizer,
             config=parts.config,
             model_name=parts.model_name,
-            max_model_len=parts.config.max_model_len,
             memory_table=parts.memory_table,
             description=parts.description,
+            warm_up=parts.warm_up,
         )
+
+    def wait_until_ready(self) -> None:
+        """Blocks until the programs are compiled. Raises EngineFailed when that failed."""
+        self._settled.wait()
+        if self._ended:
+            raise EngineFailed(self._failure)
 
     async def generate(
         self,
@@ -136,7 +153,7 @@ class AsyncEngine:
         before the first delta, EngineFailed when a device step failed under it.
         """
         now = self.core.clock()
-        if self._state != "ready":
+        if self._state not in ("starting", "ready"):
             raise RequestRefused(f"the engine is {self._state}", code="shutting_down")
         if self._ended:
             raise EngineFailed(self._failure)
@@ -178,7 +195,7 @@ class AsyncEngine:
         waiting = self.core.clock() - max(self.core.last_step, self._idle_since)
         if not self._thread.is_alive() and self._state != "stopped":
             return Health("dead", waiting, self._failure or "the engine thread has ended")
-        if self.core.has_work and waiting > _STUCK_AFTER_S:
+        if self._state != "starting" and self.core.has_work and waiting > _STUCK_AFTER_S:
             return Health("stuck", waiting, f"no step has finished for {waiting:.0f} s")
         return Health(self._state, waiting)
 
@@ -212,6 +229,11 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            self._warm_up()
+            self._idle_since = self.core.clock()
+            if self._state == "starting":
+                self._state = "ready"
+            self._settled.set()
             while self._state != "stopped":
                 self._wait_for_work()
                 while self._inbox:
@@ -219,10 +241,11 @@ class AsyncEngine:
                 if self.core.has_work:
                     self._deliver(self.core.step())
         except BaseException as error:
-            self._failure = f"the engine thread failed: {type(error).__name__}"
+            self._failure = f"the engine thread failed: {type(error).__name__}: {error}"
             logging.getLogger("jaxserve").exception("the engine thread failed")
         finally:
             self._fail_streams(EngineFailed(self._failure or "the engine has shut down"))
+            self._settled.set()
 
     def _wait_for_work(self) -> None:
         with self._wake:

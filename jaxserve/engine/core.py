@@ -103,7 +103,7 @@ class EngineCore:
         return self._guarded(lambda: self._absorb(self._dispatch()))
 
     def overlapped_step(self) -> Outputs:
-        """Dispatches the next step before reading the one before it, which hides the host's work."""
+        """Dispatches the next step before it reads the last: the host's work hides behind it."""
 
         def advance():
             previous, self.in_flight = self.in_flight, self._dispatch()

@@ -39,6 +39,7 @@ class Engine:
     model: models.LoadedModel
     memory_table: memory.MemoryTable
     description: str  # one line: what it runs with
+    warm_up: Callable[[], None]  # compiles the programs; the first step needs them
 
     @property
     def model_name(self) -> str:
@@ -63,9 +64,10 @@ def build(
     observers=(),
     cache_dir: pathlib.Path | None = None,
 ) -> Engine:
-    """Loads the model and compiles its programs. progress: see jaxserve.progress.Progress.
+    """Loads the model and sizes the engine. progress: a jaxserve.progress.Progress.
 
-    Raises ValueError, in one line with the remedy, for settings or files that will not do.
+    Compiling is left to Engine.warm_up, so that a server can answer its probes meanwhile. Raises
+    ValueError, in one line with the remedy, for settings or files that will not do.
     """
     config.validate()
     use_compile_cache(config, cache_dir)
@@ -97,7 +99,6 @@ def build(
     num_tokens = min(loaded.config.vocab_size, text.vocab_size)
     step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
     runner = Runner(step, loaded.params, shape, loaded.eos_ids)
-    runner.compile(_part(progress, "compile"))
     scheduler = Scheduler.from_config(config, eos_ids=loaded.eos_ids, vocab_size=num_tokens)
     core = EngineCore(
         scheduler,
@@ -108,7 +109,15 @@ def build(
         observers=observers,
     )
     table = memory.MemoryTable(loaded.weight_bytes, pages * page_bytes, memory.free_bytes(device))
-    return Engine(core, text, config, loaded, table, _describe(config, loaded, backend, device))
+    return Engine(
+        core=core,
+        tokenizer=text,
+        config=config,
+        model=loaded,
+        memory_table=table,
+        description=_describe(config, loaded, backend, device),
+        warm_up=lambda: runner.compile(_part(progress, "compile")),
+    )
 
 
 def _part(progress, name):

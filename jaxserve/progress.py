@@ -1,0 +1,51 @@
+"""Progress bars for the parts of a start: download, load, compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import rich.progress
+from rich.console import Console
+
+_TITLES = {"download": "Downloading", "load": "Loading weights", "compile": "Compiling"}
+_COUNTS_BYTES = {"download", "load"}
+
+
+class Progress:
+    """Shows one bar per part as it is reported. Use as a context manager.
+
+    part(name) gives the callback (item, done, total) that the rooms below report to.
+    """
+
+    def __init__(self, console: Console | None = None):
+        bar = rich.progress
+        self._bars = bar.Progress(
+            bar.TextColumn("{task.description:<18}"),
+            bar.BarColumn(),
+            bar.TextColumn("{task.fields[amount]:>16}"),
+            bar.TimeElapsedColumn(),
+            bar.TextColumn("[dim]{task.fields[item]}"),
+            console=console or Console(stderr=True),
+        )
+        self._tasks = {}
+
+    def __enter__(self) -> Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bars.stop()
+
+    def part(self, name: str) -> Callable[[str, int, int], None]:
+        def report(item: str, done: int, total: int) -> None:
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(_TITLES[name], amount="", item="")
+            amount = f"{done}/{total}"
+            if name in _COUNTS_BYTES:
+                amount = f"{done / 2**20:.0f}/{total / 2**20:.0f} MiB"
+            shown = "" if done >= total else item
+            self._bars.update(
+                self._tasks[name], completed=done, total=total, amount=amount, item=shown
+            )
+
+        return report
