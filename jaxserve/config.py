@@ -58,7 +58,7 @@ class EngineConfig:
         None, "KV pages; default: what the slots can use, within --kv_memory_gib."
     )
     kv_memory_gib: float | None = setting(
-        None, "Bound on KV memory; default: half of what is free."
+        None, "Bound on KV memory; default: 1 on a CPU, 0.9 of what weights leave free elsewhere."
     )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     batching: str = setting(

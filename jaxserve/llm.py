@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxserve.config import EngineConfig
 from jaxserve.types import (
@@ -35,10 +35,25 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, progress=None, observers=(), **settings):
+        self._start(EngineConfig(model=str(model), **settings), progress, observers)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress=None, cache_dir=None) -> LLM:
+        """An LLM of settings already made; cache_dir: where models and programs are kept."""
+        llm = cls.__new__(cls)
+        llm._start(config, progress, cache_dir=cache_dir)
+        return llm
+
+    def _start(self, config, progress, observers=(), cache_dir=None) -> None:
         from jaxserve.engine.start import build  # here, so that importing jaxserve is quick
 
-        config = EngineConfig(model=str(model), **settings)
-        self.engine = build(config, clock=time.monotonic, progress=progress, observers=observers)
+        self.engine = build(
+            config,
+            clock=time.monotonic,
+            progress=progress,
+            observers=observers,
+            cache_dir=cache_dir,
+        )
         self.engine.warm_up()
         self.tokenizer = self.engine.tokenizer
         self.config = self.engine.config
@@ -88,6 +103,24 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[OutputDelta]:
+        """Deltas of one prompt as they come; closing the iterator aborts it."""
+        core = self.engine.core
+        request = self._request(self._encode(prompt)[1], params)
+        core.add(request)
+        open_choices = params.n
+        try:
+            while open_choices:
+                for _, delta in core.step():
+                    if delta.error is not None:
+                        raise delta.error
+                    open_choices -= delta.finish_reason is not None
+                    yield delta
+        finally:
+            core.abort(request.id)
+            while core.has_work:
+                core.step()
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
