@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import secrets
+from collections.abc import Iterable
 
 import numpy as np
 
 from jaxserve.cache.page_pool import PagePool
 from jaxserve.cache.prefix_cache import PrefixCache
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.scheduler import policy as policies
 from jaxserve.scheduler.budget import share_prefill
 from jaxserve.scheduler.limits import Limits
@@ -46,16 +48,23 @@ from jaxserve.types import (
 
 
 @dataclasses.dataclass(slots=True)
-class SchedulerStats:
-    """Counts since the start; gauges are properties of the Scheduler."""
+class Stats:
+    """Gauges as of now, and counts since the start."""
 
+    slots: int = 0
+    running: int = 0
+    waiting: int = 0  # sequences, choices that wait for their first one included
+    waiting_tokens: int = 0
+    pages_total: int = 0
+    pages_free: int = 0  # free, or idle in the prefix cache
+    pages_idle: int = 0
     steps: int = 0
     requests: int = 0
     refusals: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0  # of admitted sequences, each counted once
-    cached_tokens: int = 0  # of those, served by the prefix cache
-    computed_tokens: int = 0  # rows' tokens absorbed, recomputation included
+    prefix_query_tokens: int = 0  # prompt tokens of admitted sequences, each sequence once
+    prefix_hit_tokens: int = 0  # of those, served by the prefix cache
+    computed_tokens: int = 0  # prompt and output, recomputation included
     generation_tokens: int = 0
 
 
@@ -71,7 +80,7 @@ class Scheduler:
         config = config or SchedulerConfig()
         self.limits = limits
         self.config = config
-        self.stats = SchedulerStats()
+        self._stats = Stats(slots=limits.num_slots, pages_total=limits.num_pages - 1)
         self._key = policies.KEYS[config.policy]
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(self._pool, limits.page_size, cache_key)
@@ -88,6 +97,37 @@ class Scheduler:
         self._eos = frozenset(limits.eos_ids)
         self._watched_V[list(self._eos)] = 1
 
+    @classmethod
+    def from_config(
+        cls,
+        engine: EngineConfig,
+        config: SchedulerConfig | None = None,
+        *,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        cache_key: bytes | None = None,
+    ) -> Scheduler:
+        """The scheduler of an engine whose num_pages and max_model_len are worked out.
+
+        cache_key None draws one. No plan depends on its value: only on which digests are equal.
+        """
+        limits = Limits(
+            num_slots=engine.num_slots,
+            num_pages=engine.num_pages,
+            page_size=engine.page_size,
+            token_budget=engine.token_budget,
+            max_model_len=engine.max_model_len,
+            vocab_size=vocab_size,
+            eos_ids=tuple(sorted(eos_ids)),
+            prefix_caching=engine.prefix_caching,
+            batching=engine.batching,
+            max_queued=engine.max_queued,
+            max_queued_tokens=engine.max_queued_tokens,
+        )
+        if cache_key is None:
+            cache_key = secrets.token_bytes(32)
+        return cls(limits, config, cache_key=cache_key)
+
     # Gauges
 
     @property
@@ -99,22 +139,20 @@ class Scheduler:
         return len(self._queue) + sum(map(len, self._followers.values()))
 
     @property
-    def num_waiting_tokens(self) -> int:
-        return self._queue.num_tokens
-
-    @property
-    def pages_free(self) -> int:
-        """Pages that can be handed out: free ones, and idle ones of the prefix cache."""
-        return self._pool.num_available
-
-    @property
-    def pages_total(self) -> int:
-        return self._pool.capacity
-
-    @property
     def has_work(self) -> bool:
         """Whether calling plan or take_events is of any use."""
         return bool(self._open or self._events)
+
+    def stats(self) -> Stats:
+        """A copy; other threads may ask for it."""
+        return dataclasses.replace(
+            self._stats,
+            running=self.num_running,
+            waiting=self.num_waiting,
+            waiting_tokens=self._queue.num_tokens,
+            pages_free=self._pool.num_available,
+            pages_idle=self._pool.num_idle,
+        )
 
     # What clients do
 
@@ -127,9 +165,9 @@ class Scheduler:
             self.limits.check(request)
             self._check_queue(request)
         except RequestRefused:
-            self.stats.refusals += 1
+            self._stats.refusals += 1
             raise
-        self.stats.requests += 1
+        self._stats.requests += 1
         total = self.limits.max_total(request)
         choices = []
         for index in range(request.params.n):
@@ -258,7 +296,7 @@ class Scheduler:
         self._vacate(sequence)
         sequence.must_pass = len(sequence.tokens)
         sequence.num_preemptions += 1
-        self.stats.preemptions += 1
+        self._stats.preemptions += 1
         self._queue.push(sequence)
         self._preempted.append(Decision(sequence.id, reason))
 
@@ -305,8 +343,8 @@ class Scheduler:
         self._watch(sequence, 1)
         if not sequence.num_preemptions:
             sequence.num_cached = cached
-            self.stats.prompt_tokens += known
-            self.stats.cached_tokens += cached
+            self._stats.prefix_query_tokens += known
+            self._stats.prefix_hit_tokens += cached
         admits.append((slot, sequence))
         verb = "resumed" if sequence.num_preemptions else "admitted"
         admitted.append(Decision(sequence.id, f"{verb}, {cached} of {known} tokens cached"))
@@ -316,9 +354,9 @@ class Scheduler:
         """Pages that hold its beginning already; its last token at least is left to compute."""
         if not self.limits.prefix_caching:
             return []
-        wants_scores = sequence.request.params.prompt_logprobs is not None
-        if wants_scores and sequence.num_scored < sequence.num_prompt:
-            return []  # every prompt position must be computed to be scored
+        scored = sequence.index == 0 and sequence.request.params.prompt_logprobs is not None
+        if scored and sequence.num_scored < sequence.num_prompt:
+            return []  # a position must be computed to be scored, and choice 0 scores for all
         most = (len(sequence.tokens) - 1) // self.limits.page_size
         return self._cache.match(
             sequence.page_chain, sequence.tokens, sequence.request.cache_salt, most
@@ -360,9 +398,9 @@ class Scheduler:
 
         slots.planned_N[row_S] = end_S
         slots.tokens_N[row_S] = total_S + samples_S
-        self.stats.steps += 1
+        self._stats.steps += 1
         return StepPlan(
-            step=self.stats.steps,
+            step=self._stats.steps,
             sequences=tuple(slots.sequence_N[row_S].tolist()),
             slot_S=row_S.astype(np.int32),
             generation_S=slots.generation_N[row_S],
@@ -413,7 +451,7 @@ class Scheduler:
         end_S = plan.start_S[rows] + np.diff(plan.cu_q_len_S1)[rows]
         before_S = slots.computed_N[slot_S]
         slots.computed_N[slot_S] = end_S
-        self.stats.computed_tokens += int((end_S - before_S).sum())
+        self._stats.computed_tokens += int((end_S - before_S).sum())
         if not self.limits.prefix_caching:
             return
         filled = np.flatnonzero(end_S // size > before_S // size)
@@ -435,7 +473,7 @@ class Scheduler:
         known_S = slots.known_N[slot_S] + 1
         slots.known_N[slot_S] = known_S
         slots.last_token_N[slot_S] = token_S
-        self.stats.generation_tokens += len(rows)
+        self._stats.generation_tokens += len(rows)
         first = len(events)
         sequences = plan.sequences
         for row, token in zip(rows.tolist(), token_S.tolist()):

@@ -49,8 +49,14 @@ class FakeRunner:
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
-        self._kv_GK = np.full((num_pages, page_size), NEVER_WRITTEN, np.int32)
-        self._last_token_N = np.full(num_slots, NEVER_WRITTEN, np.int32)
+        self._kv_GK = np.empty((num_pages, page_size), np.int32)
+        self._last_token_N = np.empty(num_slots, np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty device: nothing is known of what was written before."""
+        self._kv_GK[:] = NEVER_WRITTEN
+        self._last_token_N[:] = NEVER_WRITTEN
 
     def dispatch(self, plan: StepPlan) -> StepResult:
         token_S = np.full(plan.num_rows, NEVER_WRITTEN, np.int32)
