@@ -1,7 +1,7 @@
 """Ragged paged attention: the contract, and the only door to the op.
 
-One call writes a step's new keys and values into their pages and attends, for any mix of rows with one
-token (decode) and rows with many (prefill chunks). Backends:
+One call writes a step's new keys and values into their pages and attends, for any mix of rows with
+one token (decode) and rows with many (prefill chunks). Backends:
 
   tpu        Pallas kernel (tpu.py); "interpret" runs the same body on a CPU, for tests
   gpu        Pallas kernel for Hopper (gpu.py)
@@ -9,8 +9,8 @@ token (decode) and rows with many (prefill chunks). Backends:
   reference  plain jnp (reference.py): read this one first
 
 A token's output depends on its own row alone: not on the rows or padding that share the step, their
-order, or how its prompt was cut into chunks. "reference" and "cpu" hold this to the last bit for a given
-number of packed tokens T, "cpu" for all T.
+order, or how its prompt was cut into chunks. "reference" and "cpu" hold this to the last bit for a
+given number of packed tokens T, "cpu" for all T.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def ragged_paged_attention(
 ):
     """-> (out_THE in q's dtype, kv_pages with the new K and V written).
 
-    Token i of a row at position p sees positions (p - window, p] of its row, or [0, p] without a
-    window. Scores are `scale * q.k`, then `soft_cap * tanh(score / soft_cap)` where asked. sinks: [H]
-    logits that take part in each head's softmax and carry no value. layer: int or traced int32
+    The token at position p of a row sees positions (p - window, p] of that row, or [0, p] without a
+    window. Scores are `scale * q.k`, then `soft_cap * tanh(score / soft_cap)` where asked. sinks:
+    [H] logits that take part in each head's softmax and carry no value. layer: int or traced int32
     scalar, an index into the stacked cache. H must be a multiple of J. Donate kv_pages: every
     backend then updates it in place.
     """

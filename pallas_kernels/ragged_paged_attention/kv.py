@@ -1,7 +1,7 @@
 """The paged KV cache: its specification, its layout, and numbers in 8 bits.
 
-Position p of a row lives in page `page_table_SP[row, p // K]`, slot `p % K`. Page 0 is the null page:
-no row owns it.
+Position p of a row lives in page `page_table_SP[row, p // K]`, slot `p % K`. Page 0 is the null
+page: no row owns it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class KVSpec:
 class KVPages:
     """The stacked cache of all layers. Donated to every step and updated in place.
 
-    data: [L, G, J, 2, K, E] for the CPU backends (2: K then V); see `kv_page_shape` for the others.
+    data: [L, G, J, 2, K, E] for the CPU backends (2: K then V); `kv_page_shape` has the others.
     scale: float32 [L, G, J, 2, K] for 8-bit data, None otherwise. value = data * scale. Each page
-      carries a scale per head and slot, not one for all its slots: a page fills over many steps, and
-      a shared scale would have to be revised, so results would depend on how a prompt was chunked.
+      carries a scale per head and slot, not one for all its slots: a page fills over many steps,
+      and a shared scale would have to be revised, so results would depend on a prompt's chunks.
     """
 
     data: jax.Array

@@ -1,10 +1,10 @@
 """Ragged paged attention in plain jnp: the oracle of the kernels, and the CPU fallback.
 
-Queries are cut into tiles of a few tokens of one row. A tile walks its row's KV in blocks aligned to
-position 0, keeping a running maximum, sum and weighted value (online softmax: Milakov and Gimelshein,
-arXiv:1805.02867). Loops run as often as the batch needs, so cost follows the lengths in it. A block
-that a token does not see leaves that token's state as it was, to the last bit, and tile and block
-shapes follow from static shapes alone: that is what makes a token's result its own.
+Queries are cut into tiles of a few tokens of one row. A tile walks its row's KV in blocks aligned
+to position 0, keeping a running maximum, sum and weighted value (online softmax: Milakov and
+Gimelshein, arXiv:1805.02867). Loops run as often as the batch needs, so cost follows the lengths in
+it. A block that a token does not see leaves that token's state as it was, to the last bit, and the
+shapes of tiles and blocks follow from static shapes alone: so a token's result is its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from .kv import KVPages, quantise
 
 NEGATIVE = -1e30  # below any score, and finite: exp(NEGATIVE - NEGATIVE) is 1, not NaN
-BLOCK_TOKENS = 256  # KV tokens a loop iteration reads
-TILE_QUERIES = 12  # about how many query vectors per KV head share one read of KV
+BLOCK_TOKENS = 32  # KV tokens a loop iteration reads; more compiles slower and gains little
+TILE_QUERIES = 24  # about how many query vectors per KV head share one read of KV ...
+FEW_TOKENS = 64  # ... in steps with more tokens than this; below, a tile is one token
 
 
 def ragged_paged_attention(
@@ -55,7 +56,7 @@ def write(k_TJE, v_TJE, kv_pages, batch, layer):
 
 
 def tile_table(batch, num_tokens, tile_tokens):
-    """-> (row_i, first_token_i, count): which tokens each query tile starts at, tiles in token order."""
+    """-> (row_i, first_token_i, number of tiles): a tile's row and first token, in token order."""
     num_rows = batch.kv_len_S.shape[0]
     q_len_S = batch.cu_q_len_S1[1:] - batch.cu_q_len_S1[:-1]
     tiles_S = (q_len_S + (tile_tokens - 1)) // tile_tokens
@@ -68,11 +69,15 @@ def tile_table(batch, num_tokens, tile_tokens):
 
 
 def attend(q_THE, kv_pages, batch, layer, scale, window, soft_cap, sinks):
-    """-> out_THE; reads the pages only."""
+    """-> out_THE; reads the pages only.
+
+    The next layer's K comes after this layer's output, so XLA writes it into the cache in place; a
+    caller whose writes do not depend on the reads before them pays a copy of the cache.
+    """
     T, H, E = q_THE.shape
     _, _, J, _, page_size, _ = kv_pages.data.shape
     group = H // J
-    tile = max(1, min(TILE_QUERIES // group, T))  # tokens a tile
+    tile = max(1, TILE_QUERIES // group) if T > FEW_TOKENS else 1  # tokens a tile
     pages_block = max(1, BLOCK_TOKENS // page_size)
     block = pages_block * page_size  # KV tokens a block
 
@@ -82,14 +87,14 @@ def attend(q_THE, kv_pages, batch, layer, scale, window, soft_cap, sinks):
     spare = -batch.page_table_SP.shape[1] % pages_block
     page_table_SP = jnp.pad(batch.page_table_SP, ((0, 0), (0, spare)))
     row_i, first_i, num_tiles = tile_table(batch, T, tile)
-    if sinks is None:
-        max0, sum0 = jnp.float32(NEGATIVE), jnp.float32(0)
-        max0 = jnp.full((J, 1, group), max0)
-    else:
-        max0 = sinks.astype(jnp.float32).reshape(J, 1, group)
-        sum0 = jnp.float32(1)
-    max0 = jnp.broadcast_to(max0, (J, tile, group)).reshape(J, tile * group)
-    sum0 = jnp.full((J, tile * group), sum0)
+    # A sink is a score that every token sees and that carries no value: it comes before all others.
+    first_H = jnp.full(H, NEGATIVE, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    max_Jq = jnp.broadcast_to(first_H.reshape(J, 1, group), (J, tile, group)).reshape(J, -1)
+    start = (
+        max_Jq,
+        jnp.full(max_Jq.shape, 0.0 if sinks is None else 1.0, jnp.float32),
+        jnp.zeros((*max_Jq.shape, E), jnp.float32),
+    )
 
     def attend_tile(i, out_TJHE):
         row, first = row_i[i], first_i[i]
@@ -130,11 +135,8 @@ def attend(q_THE, kv_pages, batch, layer, scale, window, soft_cap, sinks):
             )
             return new_max_Jq, keep_Jq * sum_Jq + jnp.sum(p_Jqk, axis=-1), value_JqE
 
-        state = (max0, sum0, jnp.zeros((J, tile * group, E), jnp.float32))
-        state = jax.lax.fori_loop(
-            lowest // block, (high + (block - 1)) // block, attend_block, state
-        )
-        _, sum_Jq, value_JqE = state
+        past = (high + (block - 1)) // block
+        _, sum_Jq, value_JqE = jax.lax.fori_loop(lowest // block, past, attend_block, start)
         o_JqE = value_JqE / jnp.where(sum_Jq > 0, sum_Jq, 1)[..., None]
         o_tJHE = o_JqE.reshape(J, tile, group, E).transpose(1, 0, 2, 3)
         # Tokens past the row's end get zeros: padding keeps them, the next tile writes its own.
@@ -151,14 +153,12 @@ def read(kv_pages, layer, pages_p):
 
     One slice a page: XLA's CPU gather works element by element, at a tenth of the speed.
     """
-    data = kv_pages.data
-    _, _, J, _, K, E = data.shape
     cut = lambda array, page: jax.lax.dynamic_slice(
         array, (layer, page) + (0,) * (array.ndim - 2), (1, 1, *array.shape[2:])
     )[0, 0]
 
     def one(page):
-        kv_J2KE = cut(data, page).astype(jnp.float32)
+        kv_J2KE = cut(kv_pages.data, page).astype(jnp.float32)
         if kv_pages.scale is not None:
             kv_J2KE = kv_J2KE * cut(kv_pages.scale, page)[..., None]
         return kv_J2KE

@@ -1,7 +1,8 @@
 """The head shapes and batches that tests, benches, tuning and device checks all use.
 
 A `Case` is data only (numpy, seeded): queries, this step's K and V, and a cache in the plain layout
-[L, G, J, 2, K, E] whose every unowned slot is NaN. `place` puts it on a device in a backend's layout.
+[L, G, J, 2, K, E] whose every unowned slot is NaN. `place` puts it on a device in a backend's
+layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in float64 numpy: one token and one head at a time, no blocks, no jax.
+"""Attention over a paged cache in float64 numpy: a token and a head at a time, no blocks, no jax.
 
 Written from the definition of softmax attention, apart from the code under test.
 """
