@@ -19,6 +19,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 # type id -> name, elements a block, bytes a block: those that jaxserve computes with.
@@ -35,6 +36,9 @@ TENSOR_TYPES = {
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
 }
+PLAIN_TYPES = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
 # Named only to refuse them politely.
 OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
@@ -70,6 +74,20 @@ class GgufTensor:
     shape: tuple[int, ...]
     type_name: str
     data: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def quantised(self) -> bool:
+        return self.type_name not in PLAIN_TYPES
+
+    def array(self) -> np.ndarray:
+        """The values: a view of the file for float types, otherwise dequantised to float32."""
+        if self.quantised:
+            return self.float32()
+        return self.data.view(PLAIN_TYPES[self.type_name]).reshape(self.shape)
 
     def float32(self) -> np.ndarray:
         """The values, dequantised to a new float32 array of `shape`."""

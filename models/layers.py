@@ -1,0 +1,311 @@
+"""The blocks that decoder families share, and run_layers, which hides scan against unrolled.
+
+A family's file says which blocks it has and how its checkpoint names them; the mathematics is here,
+once. Activations are [T, ...] over the packed tokens of a step, in config.dtype; norms, rotations
+and softmax run in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.config import Backend, LayerSpec, ModelConfig
+from jaxserve.models.rope import Rope, cos_sin, rotate
+from jaxserve.models.spec import ParamSpec
+from jaxserve.pallas_kernels.linear import api as linear_op
+
+__all__ = ["Backend", "Layer", "decoder_forward", "decoder_logits", "decoder_specs", "run_layers"]
+
+# Checkpoint names of the shared blocks' parameters; {} is the layer. Families add or replace.
+HF_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+    "attn_norm": "model.layers.{}.input_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight",
+    "o": "model.layers.{}.self_attn.o_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "o_bias": "model.layers.{}.self_attn.o_proj.bias",
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight",
+    "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+    "gate_bias": "model.layers.{}.mlp.gate_proj.bias",
+    "up_bias": "model.layers.{}.mlp.up_proj.bias",
+    "down_bias": "model.layers.{}.mlp.down_proj.bias",
+}
+GGUF_NAMES = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "lm_head": "output.weight",
+    "attn_norm": "blk.{}.attn_norm.weight",
+    "q": "blk.{}.attn_q.weight",
+    "k": "blk.{}.attn_k.weight",
+    "v": "blk.{}.attn_v.weight",
+    "o": "blk.{}.attn_output.weight",
+    "q_bias": "blk.{}.attn_q.bias",
+    "k_bias": "blk.{}.attn_k.bias",
+    "v_bias": "blk.{}.attn_v.bias",
+    "o_bias": "blk.{}.attn_output.bias",
+    "q_norm": "blk.{}.attn_q_norm.weight",
+    "k_norm": "blk.{}.attn_k_norm.weight",
+    "mlp_norm": "blk.{}.ffn_norm.weight",
+    "gate": "blk.{}.ffn_gate.weight",
+    "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+    "gate_bias": "blk.{}.ffn_gate.bias",
+    "up_bias": "blk.{}.ffn_up.bias",
+    "down_bias": "blk.{}.ffn_down.bias",
+}
+
+
+# ---- declaring ---------------------------------------------------------------------------------
+
+
+def decoder_specs(config: ModelConfig, layer_specs: Callable[[ModelConfig], dict]) -> dict:
+    """The parameter tree of a decoder whose layers are all `layer_specs(config)`."""
+    table = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", None), matrix=True)
+    specs = {"embed": table, "final_norm": norm_spec(config.hidden_size)}
+    if not config.tied:
+        specs["lm_head"] = table
+    specs["layers"] = tuple(layer_specs(config) for _ in range(config.num_layers))
+    return specs
+
+
+def norm_spec(size: int) -> ParamSpec:
+    return ParamSpec((size,), (None,), init=None)
+
+
+def linear_spec(name: str, outputs: int, inputs: int, *, axes, bias: bool) -> dict[str, ParamSpec]:
+    """A matrix [outputs, inputs] under `name`, and under `name`_bias its bias if it has one."""
+    specs = {name: ParamSpec((outputs, inputs), axes, matrix=True)}
+    if bias:
+        specs[f"{name}_bias"] = ParamSpec((outputs,), axes[:1])
+    return specs
+
+
+def attention_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    D, E = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * E, config.num_kv_heads * E
+    specs = {
+        **linear_spec("q", queries, D, axes=("heads", None), bias=config.qkv_bias),
+        **linear_spec("k", keys, D, axes=("kv_heads", None), bias=config.qkv_bias),
+        **linear_spec("v", keys, D, axes=("kv_heads", None), bias=config.qkv_bias),
+        **linear_spec("o", D, queries, axes=(None, "heads"), bias=config.o_bias),
+    }
+    if config.qk_norm:
+        specs |= {"q_norm": norm_spec(E), "k_norm": norm_spec(E)}
+    return specs
+
+
+def mlp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    return {
+        **linear_spec("gate", F, D, axes=("ffn", None), bias=bias),
+        **linear_spec("up", F, D, axes=("ffn", None), bias=bias),
+        **linear_spec("down", D, F, axes=(None, "ffn"), bias=bias),
+    }
+
+
+def pre_norm_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """A layer that normalises the input of attention and of the MLP."""
+    norms = {"attn_norm": norm_spec(config.hidden_size), "mlp_norm": norm_spec(config.hidden_size)}
+    return {**norms, **attention_specs(config), **mlp_specs(config)}
+
+
+# ---- computing ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer's parameters, wherever they are, and what sets the layer apart.
+
+    params: the layer's own tree, or the stacked one of all layers. index: a Python int, or a traced
+    int32 under scan. tables: cos and sin of this step's positions, by rotation.
+    """
+
+    params: dict[str, Any]
+    index: Any
+    spec: LayerSpec
+    config: ModelConfig
+    tables: dict[Rope, tuple[jax.Array, jax.Array]]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.params
+
+    def vector(self, name: str) -> jax.Array:
+        """A parameter that is not a matrix, float32."""
+        value = self.params[name]
+        if not self.config.backend.stacked:
+            return value
+        return jax.lax.dynamic_index_in_dim(value, self.index, keepdims=False)
+
+    def linear(self, x_TD: jax.Array, name: str) -> jax.Array:
+        """x_TD @ weight^T + bias, the bias where there is one."""
+        backend = self.config.backend
+        layer = self.index if backend.stacked else None
+        y_TF = linear_op.linear(x_TD, self.params[name], layer=layer, backend=backend.linear)
+        if f"{name}_bias" in self:
+            y_TF = y_TF + self.vector(f"{name}_bias").astype(y_TF.dtype)[None, :]
+        return y_TF
+
+    def norm(self, x: jax.Array, name: str) -> jax.Array:
+        return rms_norm(x, self.vector(name), self.config.norm_eps)
+
+    @property
+    def cos_sin(self) -> tuple[jax.Array, jax.Array]:
+        return self.tables[self.spec.rope]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32; weight is the factor itself."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + eps)
+    return (normed * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Array, Any]:
+    """Grouped-query attention over the paged cache -> (output [T, D], kv_pages)."""
+    config = layer.config
+    heads = lambda name, count: layer.linear(x_TD, name).reshape(-1, count, config.head_dim)
+    q_THE = heads("q", config.num_heads)
+    k_TJE, v_TJE = heads("k", config.num_kv_heads), heads("v", config.num_kv_heads)
+    if config.qk_norm:
+        q_THE, k_TJE = layer.norm(q_THE, "q_norm"), layer.norm(k_TJE, "k_norm")
+    if layer.spec.rope is not None:
+        q_THE, k_TJE = rotate(q_THE, layer.cos_sin), rotate(k_TJE, layer.cos_sin)
+    out_THE, kv_pages = attend(
+        q_THE,
+        k_TJE,
+        v_TJE,
+        kv_pages,
+        layer=layer.index,
+        scale=config.attention_scale,
+        window=layer.spec.window,
+        soft_cap=config.attention_soft_cap,
+    )
+    out_TD = layer.linear(out_THE.reshape(x_TD.shape[0], -1), "o")
+    return out_TD, kv_pages
+
+
+def gated_mlp(layer: Layer, x_TD: jax.Array) -> jax.Array:
+    gate_TF = activate(layer.linear(x_TD, "gate"), layer.config.activation)
+    return layer.linear(gate_TF * layer.linear(x_TD, "up"), "down")
+
+
+def pre_norm_block(layer: Layer, hidden_TD: jax.Array, kv_pages, attend):
+    """x + attention(norm(x)), then x + mlp(norm(x)), residuals scaled where the family scales."""
+    scale = layer.config.residual_scale
+    add = lambda x, y: x + (y if scale == 1.0 else y * scale)
+    out_TD, kv_pages = attention(layer, layer.norm(hidden_TD, "attn_norm"), kv_pages, attend)
+    hidden_TD = add(hidden_TD, out_TD)
+    return add(hidden_TD, gated_mlp(layer, layer.norm(hidden_TD, "mlp_norm"))), kv_pages
+
+
+def decoder_forward(params, config, token_ids_T, positions_T, kv_pages, attend, block):
+    """Embeds, runs `block(layer, hidden_TD, kv_pages, attend)` for every layer, normalises.
+
+    -> (hidden_TD in config.dtype, kv_pages with this step's keys and values written).
+    """
+    hidden_TD = linear_op.gather_rows(params["embed"], token_ids_T)
+    if config.embed_scale != 1.0:
+        hidden_TD = hidden_TD * jnp.float32(config.embed_scale)
+    ropes = {spec.rope for spec in config.layers if spec.rope is not None}
+    tables = {rope: cos_sin(rope, positions_T) for rope in ropes}
+    hidden_TD, kv_pages = run_layers(
+        lambda *args: block(*args, attend),
+        params["layers"],
+        config,
+        tables,
+        hidden_TD.astype(config.dtype),
+        kv_pages,
+    )
+    return rms_norm(hidden_TD, params["final_norm"], config.norm_eps), kv_pages
+
+
+def decoder_logits(params, config: ModelConfig, hidden_SD: jax.Array) -> jax.Array:
+    """float32 logits [S, V] from normalised hidden states."""
+    head = params["embed"] if config.tied else params["lm_head"]
+    wide = hidden_SD.astype(jnp.float32)
+    logits_SV = linear_op.linear(wide, head, backend=config.backend.linear)
+    if config.logit_scale != 1.0:
+        logits_SV = logits_SV * config.logit_scale
+    return soft_cap(logits_SV, config.final_soft_cap)
+
+
+# ---- scan or unroll ----------------------------------------------------------------------------
+
+
+def run_layers(block, layers, config: ModelConfig, tables, hidden_TD, kv_pages):
+    """Applies block(layer, hidden_TD, kv_pages) to every layer in order.
+
+    Unstacked layers are unrolled: on XLA's CPU a scan over stacked weights copies each layer's
+    first. Stacked ones are scanned over repeats of their pattern, the pattern unrolled inside, so
+    that windows and rotations stay static while the layer index is traced. The cache is carried,
+    so it is updated in place.
+    """
+    apply = lambda index, spec, tree, carry: block(Layer(tree, index, spec, config, tables), *carry)
+    carry = hidden_TD, kv_pages
+    if not config.backend.stacked:
+        for index, spec in enumerate(config.layers):
+            carry = apply(index, spec, layers[index], carry)
+        return carry
+    for start, period, repeats in repeated_patterns(config.layers):
+
+        def step(carry, first, start=start, period=period):
+            for offset in range(period):
+                carry = apply(first + offset, config.layers[start + offset], layers, carry)
+            return carry, None
+
+        if repeats == 1:
+            carry, _ = step(carry, start)
+        else:
+            firsts = start + period * jnp.arange(repeats, dtype=jnp.int32)
+            carry, _ = jax.lax.scan(step, carry, firsts)
+    return carry
+
+
+def repeated_patterns(layers: Sequence[LayerSpec]) -> list[tuple[int, int, int]]:
+    """Cuts layers into (start, period, repeats): from each start, the repetition that covers most.
+
+    34 layers of five local and one global give (0, 6, 5) and (30, 1, 4); no layer is left out.
+    """
+    pieces, start, count = [], 0, len(layers)
+    while start < count:
+        best = (1, 1)
+        for period in range(1, (count - start) // 2 + 1):
+            repeats = 1
+            while (
+                layers[start + period * repeats : start + period * (repeats + 1)]
+                == layers[start : start + period]
+            ):
+                repeats += 1
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        pieces.append((start, *best))
+        start += best[0] * best[1]
+    return pieces

@@ -1,0 +1,61 @@
+"""Qwen2, Qwen2.5: llama with biases on q, k and v, and optional windows in the upper layers."""
+
+from __future__ import annotations
+
+from jaxserve.models import layers
+from jaxserve.models.config import (
+    FULL,
+    SLIDING,
+    ConfigKeys,
+    ModelConfig,
+    base_config,
+    take_layer_types,
+)
+
+HF_NAMES = layers.HF_NAMES
+GGUF_NAMES = layers.GGUF_NAMES
+GGUF_ARCHITECTURES = ("qwen2",)
+GGUF_PERMUTED = False
+NORM_OFFSET = 0.0
+
+DEFAULTS = {"max_position_embeddings": 32768, "hidden_act": "silu", "tie_word_embeddings": False}
+
+
+def read_config(keys: ConfigKeys) -> ModelConfig:
+    layer_types, window = take_upper_windows(keys)
+    if not keys.take_bool("attention_bias", True):
+        raise ValueError("qwen2 without q, k and v biases (attention_bias=false) is not supported")
+    return base_config(
+        keys,
+        model_type="qwen2",
+        defaults=DEFAULTS,
+        layer_types=layer_types,
+        window=window,
+        qkv_bias=True,
+    )
+
+
+def take_upper_windows(keys: ConfigKeys) -> tuple[tuple[str, ...], int | None]:
+    """Qwen's windows: off unless use_sliding_window, then in the layers from max_window_layers up.
+
+    -> (layer types, window). sliding_window may be set while the windows are off.
+    """
+    num_layers = keys.take_int("num_hidden_layers")
+    used = keys.take_bool("use_sliding_window", False)
+    window, first = keys.take("sliding_window", None), keys.take("max_window_layers", 0)
+    upper = tuple(SLIDING if used and index >= first else FULL for index in range(num_layers))
+    return take_layer_types(keys, num_layers, upper), window if used else None
+
+
+def param_specs(config: ModelConfig) -> dict:
+    return layers.decoder_specs(config, layers.pre_norm_specs)
+
+
+def forward(params, config, token_ids_T, positions_T, kv_pages, attend):
+    """-> (hidden_TD, kv_pages); attend is the engine's closure over the attention op."""
+    return layers.decoder_forward(
+        params, config, token_ids_T, positions_T, kv_pages, attend, layers.pre_norm_block
+    )
+
+
+logits = layers.decoder_logits
