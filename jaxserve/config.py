@@ -118,6 +118,15 @@ class ServerConfig:
     api_keys_file: str | None = setting(
         None, "File of accepted API keys, one a line; default: open."
     )
+    allowed_origins: str = setting(
+        "", "Web origins whose pages may read answers, comma separated; * for all."
+    )
+    client_timeout_s: float = setting(
+        60.0, "Longest silence of a client that sends a request or reads an answer."
+    )
 
     def validate(self) -> None:
-        _check_at_least(self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0)
+        _check_at_least(
+            self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0,
+            client_timeout_s=0,
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""Prometheus metrics: every series as jaxserve:*, and under vLLM's name where vLLM has the same.
+
+Gauges and counters of the engine are read from its statistics when scraped, so they cost a step
+nothing. Histograms are fed by whoever sees the event: requests by the server through a Stopwatch,
+steps by the engine through the observer hook on_step. Labels come from fixed sets only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import prometheus_client as prom
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
+
+PREFIX, ALIAS = "jaxserve:", "vllm:"
+REASONS = ("stop", "length", "abort", "timeout", "error", "tool_calls")
+REFUSALS = (
+    "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full", "shutting_down"
+)  # fmt: skip
+
+_LATENCY_BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600
+)  # fmt: skip
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_COUNT_BUCKETS = tuple(2**i for i in range(18))
+
+# Attribute of the engine's statistics -> (our name, help, vLLM's name or None).
+_GAUGES = {
+    "running": ("num_requests_running", "Sequences in a slot.", "num_requests_running"),
+    "waiting": ("num_requests_waiting", "Sequences in the queue.", "num_requests_waiting"),
+    "slots": ("num_slots", "Sequences that can run at once.", None),
+    "pages_free": ("kv_pages_free", "KV pages that can be handed out.", None),
+    "pages_total": ("kv_pages_total", "KV pages of the pool.", None),
+}
+_COUNTERS = {
+    "steps": ("steps", "Device steps absorbed.", None),
+    "requests": ("requests", "Requests accepted.", None),
+    "refusals": ("engine_refusals", "Requests the engine refused.", None),
+    "preemptions": ("preemptions", "Sequences put back into the queue.", "num_preemptions"),
+    "prefix_query_tokens": ("prompt_tokens", "Prompt tokens admitted.", "prompt_tokens"),
+    "prefix_hit_tokens": (
+        "prefix_cache_hits",
+        "Prompt tokens from the cache.",
+        "prefix_cache_hits",
+    ),
+    "computed_tokens": ("computed_tokens", "Tokens computed, recomputation included.", None),
+    "generation_tokens": ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    "compilations": ("compilations", "Programs compiled after warm-up.", None),
+}
+
+
+def _histogram(name: str, help: str, buckets, labels=()) -> prom.Histogram:
+    return prom.Histogram(PREFIX + name, help, labels, buckets=buckets, registry=None)
+
+
+class Metrics:
+    """All series of one engine. Thread-safe; give it to the engine as an observer.
+
+    stats: returns the engine's statistics; attributes that it lacks leave their series out.
+    """
+
+    def __init__(self, stats: Callable[[], object], model_name: str):
+        self._stats = stats
+        self._model = model_name
+        self.ttft = _histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS
+        )
+        self.inter_token = _histogram(
+            "inter_token_latency_seconds", "Mean gap between tokens, a request.", _TOKEN_BUCKETS
+        )
+        self.e2e = _histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", _LATENCY_BUCKETS
+        )
+        self.prompt_size = _histogram("request_prompt_tokens", "Prompt tokens.", _COUNT_BUCKETS)
+        self.output_size = _histogram("request_generation_tokens", "Output tokens.", _COUNT_BUCKETS)
+        self.step_time = _histogram(
+            "step_seconds", "One device step, dispatch to absorbed.", _TOKEN_BUCKETS, ("kind",)
+        )
+        self.step_tokens = _histogram("step_tokens", "Tokens of a step.", _COUNT_BUCKETS)
+        self.finished = prom.Counter(
+            PREFIX + "request_success", "Requests ended, by reason.", ("finished_reason",),
+            registry=None,
+        )  # fmt: skip
+        self.refused = prom.Counter(
+            PREFIX + "requests_refused", "Requests refused, by cause.", ("code",), registry=None
+        )
+        self.responses = prom.Counter(
+            PREFIX + "http_responses", "HTTP responses.", ("route", "status"), registry=None
+        )
+        for reason in REASONS:
+            self.finished.labels(reason)
+        for code in REFUSALS:
+            self.refused.labels(code)
+        self._registry = prom.CollectorRegistry()
+        self._registry.register(self)
+        prom.ProcessCollector(registry=self._registry)
+
+    def render(self) -> tuple[bytes, str]:
+        """The exposition text and its content type."""
+        return prom.generate_latest(self._registry), prom.CONTENT_TYPE_LATEST
+
+    # What happened
+
+    def on_step(self, plan, seconds: float) -> None:
+        """Observer hook of the engine: one step was absorbed. Called on its thread."""
+        kind = "decode" if plan.num_decode == plan.num_rows else "mixed"
+        self.step_time.labels(kind).observe(seconds)
+        self.step_tokens.observe(plan.num_tokens)
+
+    def stopwatch(self, arrived: float, prompt_tokens: int) -> Stopwatch:
+        """Follows one request; arrived is time.monotonic() of its first byte."""
+        return Stopwatch(self, arrived, prompt_tokens)
+
+    def count_refusal(self, code: str) -> None:
+        self.refused.labels(code if code in REFUSALS else "invalid_value").inc()
+
+    def count_response(self, route: str, status: int) -> None:
+        """route: a path template of the application, never what the client wrote."""
+        self.responses.labels(route, str(status)).inc()
+
+    # Collector protocol
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engine_families()
+        aliased = (self.ttft, self.inter_token, self.e2e, self.prompt_size, self.output_size)
+        for metric in (*aliased, self.finished):
+            for family in metric.collect():
+                yield family
+                yield self._alias(family)
+        for metric in (self.step_time, self.step_tokens, self.refused, self.responses):
+            yield from metric.collect()
+
+    def _engine_families(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for table, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+            for attribute, (name, help, alias) in table.items():
+                value = getattr(stats, attribute, None)
+                if value is None:
+                    continue
+                yield kind(PREFIX + name, help, value=value)
+                if alias is not None:
+                    yield self._labelled(kind, alias, help, value)
+        used = 1 - stats.pages_free / max(1, stats.pages_total)
+        help = "Share of the KV pages in use."
+        yield GaugeMetricFamily(PREFIX + "kv_cache_usage_ratio", help, value=used)
+        yield self._labelled(GaugeMetricFamily, "kv_cache_usage_perc", help, used)
+        help = "Prompt tokens looked up in the prefix cache."
+        yield self._labelled(
+            CounterMetricFamily, "prefix_cache_queries", help, stats.prefix_query_tokens
+        )
+
+    def _labelled(self, kind, name: str, help: str, value) -> Metric:
+        family = kind(ALIAS + name, help, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _alias(self, family: Metric) -> Metric:
+        """The same family under vLLM's name, with vLLM's model_name label."""
+        alias = Metric(family.name.replace(PREFIX, ALIAS), family.documentation, family.type)
+        for sample in family.samples:
+            labels = {"model_name": self._model, **sample.labels}
+            name = sample.name.replace(PREFIX, ALIAS)
+            alias.samples.append(Sample(name, labels, sample.value))
+        return alias
+
+
+class Stopwatch:
+    """Times of one request. Ends exactly once; a second end() is ignored."""
+
+    def __init__(self, metrics: Metrics, arrived: float, prompt_tokens: int):
+        self._metrics = metrics
+        self._arrived = arrived
+        self._prompt_tokens = prompt_tokens
+        self._first: float | None = None
+        self._last = arrived
+        self._tokens = 0
+        self._ended = False
+
+    def saw_tokens(self, count: int) -> None:
+        """count tokens of the request just came out of the engine."""
+        if count == 0:
+            return
+        self._last = time.monotonic()
+        self._tokens += count
+        if self._first is None:
+            self._first = self._last
+            self._metrics.ttft.observe(self._first - self._arrived)
+
+    def end(self, reason: str) -> None:
+        """The request ended for this reason, one of REASONS."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        metrics.finished.labels(reason if reason in REASONS else "error").inc()
+        metrics.e2e.observe(time.monotonic() - self._arrived)
+        metrics.prompt_size.observe(self._prompt_tokens)
+        metrics.output_size.observe(self._tokens)
+        if self._tokens > 1:
+            metrics.inter_token.observe((self._last - self._first) / (self._tokens - 1))

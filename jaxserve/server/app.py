@@ -1,0 +1,165 @@
+"""Assembles the application and runs it: layers, routes, signals.
+
+Layers from the socket inwards: GuardedProtocol (bytes) > Guard (headers, slow readers, request id)
+> CORS > Auth (keys) > the routes. Each answers in OpenAI's error shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from jaxserve.config import ServerConfig
+from jaxserve.obs.metrics import Metrics
+from jaxserve.server import chat, completions, errors, openapi, status, tokens
+from jaxserve.server.auth import Auth, KeyRing
+from jaxserve.server.limits import KEEP_ALIVE_S, MAX_HEADER_BYTES, Guard, GuardedProtocol
+from jaxserve.server.report import report_forever
+from jaxserve.server.service import Service
+
+logger = logging.getLogger("jaxserve.server")
+
+FAMILIES = (completions, chat, tokens, status)
+FLUSH_S = 5.0  # after the engine has drained, how long answers may take to leave
+
+
+def create_app(engine, config: ServerConfig, metrics: Metrics | None = None):
+    """The ASGI application over `engine` (an AsyncEngine, or what keeps its contract).
+
+    metrics: the observer the engine was started with; by default a new one, without step times.
+    """
+    config.validate()
+    metrics = metrics or Metrics(engine.stats, engine.model_name)
+    service = Service(engine, config, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        reporting = asyncio.ensure_future(report_forever(engine))
+        yield
+        reporting.cancel()
+        service.pool.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title="jaxserve",
+        version=importlib.metadata.version("jaxserve"),
+        lifespan=lifespan,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,  # redirects would quote the client's Host header
+    )
+    app.state.service = service
+    for family in FAMILIES:
+        app.include_router(family.router)
+    for kind in errors.HANDLED:
+        app.add_exception_handler(kind, errors.handle)
+    openapi.install(app)
+    return _layered(app, config, metrics)
+
+
+def _layered(app: FastAPI, config: ServerConfig, metrics: Metrics) -> FastAPI:
+    app.add_middleware(Auth, keys=KeyRing.load(config.api_keys_file))
+    origins = [origin.strip() for origin in config.allowed_origins.split(",") if origin.strip()]
+    app.add_middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )  # fmt: skip
+    app.add_middleware(
+        Guard, client_timeout_s=config.client_timeout_s, count_response=metrics.count_response
+    )
+    return app
+
+
+def serve(
+    engine,
+    config: ServerConfig,
+    *,
+    metrics: Metrics | None = None,
+    on_listening: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves until SIGINT or SIGTERM, then drains; a second signal aborts what still runs.
+
+    Raises OSError when the port is taken. on_listening(url) is called once it accepts connections.
+    """
+    app = create_app(engine, config, metrics)
+    listener = listen(config.host, config.port)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    server = DrainingServer(app, engine, config, lambda: on_listening(url))
+    try:
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; try --port=0") from error
+    listener.set_inheritable(False)
+    return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn that keeps listening while the engine drains, so that probes and refusals work."""
+
+    def __init__(self, app, engine, config: ServerConfig, on_listening: Callable[[], None]):
+        protocol = type(
+            "Protocol", (GuardedProtocol,), {"client_timeout_s": config.client_timeout_s}
+        )
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=FLUSH_S,
+            )
+        )
+        self._engine = engine
+        self._drain_timeout_s = config.drain_timeout_s
+        self._on_listening = on_listening
+        self._draining: asyncio.Task | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._on_listening()
+
+    def handle_exit(self, sig: int, frame) -> None:
+        """First signal: drain, then exit. Second: exit now, aborting what still runs."""
+        if self._draining is not None or self._loop is None:
+            self.should_exit = True
+            return
+        name = signal.Signals(sig).name
+        logger.warning("%s: draining for up to %g s; again to abort", name, self._drain_timeout_s)
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = self._draining or asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        done = await asyncio.to_thread(self._engine.drain, self._drain_timeout_s)
+        if not done:
+            logger.warning("still running after %g s: aborting the rest", self._drain_timeout_s)
+        self.should_exit = True

@@ -1,0 +1,153 @@
+"""POST /v1/completions: text or token ids in, continuations out. The first family to read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+
+from jaxserve.server import sse
+from jaxserve.server.errors import json_response
+from jaxserve.server.generation import Choice, Tally, Work, collect, finish_name, run
+from jaxserve.server.limits import run_while_connected
+from jaxserve.server.logprobs import CompletionLogprobs, prompt_scores
+from jaxserve.server.openapi import takes
+from jaxserve.server.protocol import CompletionRequest
+from jaxserve.server.service import Service, caller_of, service_of
+from jaxserve.types import OutputDelta
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", **takes(CompletionRequest))
+async def completions(request: Request):
+    """Continues each prompt n times; with stream, as events that end in [DONE]."""
+    service = service_of(request)
+    body = await service.parse(request, CompletionRequest)
+    service.check_model(body.model)
+    params = body.params()
+    params.check_vocabulary(service.engine.vocab_size)
+    service.check_open()
+    work = Work(
+        id=f"cmpl-{request.state.request_id}",
+        prompts=await service.encode_prompts(body),
+        params=params,
+        tenant=caller_of(request).tenant,
+        priority=body.priority or 0,
+        timeout_s=service.timeout_s(body.timeout),
+        cache_salt=service.cache_salt(request, body.cache_salt),
+        arrived=request.state.arrived,
+    )
+    answer = Answer(service, body, work)
+    if body.stream:
+        return sse.EventStream(answer.stream(), request.state.request_id)
+    return json_response(await run_while_connected(request, answer.whole()))
+
+
+class Answer:
+    """Shapes one request's choices as OpenAI's text_completion objects."""
+
+    def __init__(self, service: Service, body: CompletionRequest, work: Work):
+        self._service = service
+        self._body = body
+        self._work = work
+        self._envelope = {
+            "id": work.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.engine.model_name,
+            "system_fingerprint": None,
+        }
+
+    async def whole(self) -> dict:
+        choices, tally = await collect(self._service, self._work)
+        shaped = [await self._choice(choice) for choice in choices]
+        return {**self._envelope, "choices": shaped, "usage": tally.usage()}
+
+    async def _choice(self, choice: Choice) -> dict:
+        text = "".join(choice.text)
+        ids, scores = choice.token_ids, choice.logprobs
+        if self._body.echo:
+            text = await self._prompt_text(choice.prompt_index) + text
+            ids = self._work.prompts[choice.prompt_index] + ids
+            scores = [*(choice.prompt_logprobs or ()), *scores]
+        shaped = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._scorer().piece(ids, scores) if self._scored else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._body.prompt_logprobs is not None:
+            shaped["prompt_logprobs"] = prompt_scores(
+                self._service.tokenizer, choice.prompt_logprobs, self._body.prompt_logprobs
+            )
+        return shaped
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Chunks: with echo the prompt comes as each choice's first text."""
+        usage = {"usage": None} if self._body.include_usage else {}
+        writer = sse.ChunkWriter(self._envelope, **usage)
+        tally = Tally(self._work.num_prompt_tokens)
+        scorers: dict[int, CompletionLogprobs] = {}
+        started: set[int] = set()
+        async with contextlib.aclosing(run(self._service, self._work)) as news:
+            async for batch in news:
+                chunks = []
+                for prompt_index, delta in batch:
+                    tally.add(prompt_index, delta)
+                    index = prompt_index * self._work.params.n + delta.index
+                    scorer = scorers.setdefault(index, self._scorer()) if self._scored else None
+                    first = index not in started
+                    started.add(index)
+                    echo = self._body.echo and first
+                    chunk = await self._chunk(index, prompt_index, delta, scorer, echo)
+                    if chunk is not None:
+                        chunks.append(writer.choice(chunk))
+                if chunks:
+                    yield b"".join(chunks)
+        if self._body.include_usage:
+            yield writer.last(tally.usage())
+        yield sse.DONE
+
+    async def _chunk(self, index, prompt_index, delta: OutputDelta, scorer, echo) -> dict | None:
+        """One chunk's choice; None when the delta has nothing to show yet."""
+        text, ids, scores = delta.text, delta.token_ids, delta.logprobs or []
+        if echo:
+            text = await self._prompt_text(prompt_index) + text
+            ids = self._work.prompts[prompt_index] + ids
+            scores = [*(delta.prompt_logprobs or ()), *scores]
+        logprobs = scorer.piece(ids, scores) if scorer and scores else None
+        reason = delta.finish_reason
+        if not text and logprobs is None and reason is None:
+            return None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None if reason is None else finish_name(reason),
+            "stop_reason": delta.stop_reason,
+        }
+
+    @property
+    def _scored(self) -> bool:
+        return self._body.logprobs is not None
+
+    def _scorer(self) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            self._service.tokenizer,
+            self._body.logprobs,
+            skip_special_tokens=self._work.params.skip_special_tokens,
+        )
+
+    async def _prompt_text(self, prompt_index: int) -> str:
+        """The prompt as it was sent, or its ids as text."""
+        prompt = self._body.prompt
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(prompt[prompt_index], str):
+            return prompt[prompt_index]
+        ids, skip = self._work.prompts[prompt_index], self._work.params.skip_special_tokens
+        return await self._service.in_thread(self._service.tokenizer.decode, ids, skip)

@@ -1,0 +1,209 @@
+"""Runs the prompts of one HTTP request and folds what comes back into choices.
+
+A request's prompts times n are its choices, numbered prompt by prompt as OpenAI does. run() yields
+news as it comes, for streams; collect() waits for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+from jaxserve.server.service import Service
+from jaxserve.types import (
+    FinishReason,
+    OutputDelta,
+    RequestRefused,
+    SamplingParams,
+    TokenLogprob,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one HTTP request asks of the engine. arrived: on time.monotonic's clock."""
+
+    id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    tenant: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    cache_salt: str = ""
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+@dataclasses.dataclass
+class Choice:
+    """One choice so far. prompt_index: which of the request's prompts it continues."""
+
+    index: int
+    prompt_index: int
+    text: list[str] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason = finish_name(delta.finish_reason)
+            self.stop_reason = delta.stop_reason
+
+
+@dataclasses.dataclass
+class Tally:
+    """Token counts of a request, for its usage. Prompts count once, however many choices."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = dataclasses.field(default_factory=dict)  # by prompt
+
+    def add(self, prompt_index: int, delta: OutputDelta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens:
+            seen = self.cached_tokens.get(prompt_index, 0)
+            self.cached_tokens[prompt_index] = max(seen, delta.num_cached_tokens)
+
+    def usage(self) -> dict:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+        }
+
+
+def finish_name(reason: FinishReason | str) -> str:
+    return reason.value if isinstance(reason, FinishReason) else reason
+
+
+async def run(service: Service, work: Work) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
+    """Yields (prompt index, delta) as they come, several a wake-up. Closing it aborts the work.
+
+    A delta's index counts the choices of its prompt. Raises what the engine raises; times and ends
+    of the request go to the metrics.
+    """
+    watch = service.metrics.stopwatch(work.arrived, work.num_prompt_tokens)
+    source = _one(service, work, 0) if len(work.prompts) == 1 else _several(service, work)
+    reason = "abort"
+    try:
+        async with contextlib.aclosing(source):
+            async for batch in source:
+                watch.saw_tokens(sum(len(delta.token_ids) for _, delta in batch))
+                yield batch
+                ended = [delta.finish_reason for _, delta in batch if delta.finish_reason]
+                reason = finish_name(ended[-1]) if ended else reason
+    except RequestRefused as refusal:
+        service.metrics.count_refusal(refusal.code)
+        watch = None
+        raise
+    except Exception:
+        reason = "error"
+        raise
+    finally:
+        if watch is not None:
+            watch.end(reason)
+
+
+async def _one(service, work, prompt_index) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
+    async with contextlib.aclosing(_start(service, work, prompt_index)) as stream:
+        async for deltas in stream:
+            yield [(prompt_index, delta) for delta in merged(deltas)]
+
+
+async def _several(service, work) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
+    """Runs every prompt at once. The first to fail ends them all."""
+    news: asyncio.Queue = asyncio.Queue(maxsize=2 * len(work.prompts))
+
+    async def feed(prompt_index):
+        async with contextlib.aclosing(_one(service, work, prompt_index)) as source:
+            async for batch in source:
+                await news.put(batch)
+
+    async def feed_all():
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt_index in range(len(work.prompts)):
+                    group.create_task(feed(prompt_index))
+        except* Exception as errors:
+            await news.put(errors.exceptions[0])
+        else:
+            await news.put(None)
+
+    feeding = asyncio.ensure_future(feed_all())
+    try:
+        while (item := await news.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+
+
+def _start(service: Service, work: Work, prompt_index: int) -> AsyncIterator[list[OutputDelta]]:
+    suffix = f"-{prompt_index}" if len(work.prompts) > 1 else ""
+    return service.engine.generate(
+        work.prompts[prompt_index],
+        work.params,
+        request_id=work.id + suffix,
+        tenant=work.tenant,
+        priority=work.priority,
+        timeout_s=work.timeout_s,
+        cache_salt=work.cache_salt,
+    )
+
+
+def merged(deltas: list[OutputDelta]) -> list[OutputDelta]:
+    """Deltas of one wake-up with at most one a choice: fewer, larger chunks for slow readers."""
+    if len(deltas) < 2:
+        return deltas
+    by_index: dict[int, OutputDelta] = {}
+    for delta in deltas:
+        first = by_index.get(delta.index)
+        by_index[delta.index] = delta if first is None else _joined(first, delta)
+    return list(by_index.values())
+
+
+def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return OutputDelta(
+        index=first.index,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+    )
+
+
+async def collect(service: Service, work: Work) -> tuple[list[Choice], Tally]:
+    """All choices, finished, and the counts."""
+    n = work.params.n
+    choices = [Choice(i, i // n) for i in range(len(work.prompts) * n)]
+    tally = Tally(work.num_prompt_tokens)
+    async with contextlib.aclosing(run(service, work)) as news:
+        async for batch in news:
+            for prompt_index, delta in batch:
+                tally.add(prompt_index, delta)
+                choices[prompt_index * n + delta.index].add(delta)
+                if delta.prompt_logprobs is not None:
+                    for choice in choices[prompt_index * n : (prompt_index + 1) * n]:
+                        choice.prompt_logprobs = delta.prompt_logprobs
+    return choices, tally

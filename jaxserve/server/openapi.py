@@ -1,0 +1,71 @@
+"""The OpenAPI document: bodies are parsed by Service.parse, so their schemas are added here."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+_bodies: dict[str, type] = {}
+REFUSALS = {
+    "400": "The request is not valid; error.param names the field.",
+    "401": "The API key is missing or wrong.",
+    "404": "No such model, or no such path.",
+    "408": "The request arrived too slowly.",
+    "413": "The body is too large.",
+    "429": "Too many requests are waiting; see Retry-After.",
+    "431": "The headers are too large.",
+    "500": "The engine failed.",
+    "503": "The server is starting, draining or broken; see Retry-After.",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def takes(model: type) -> dict:
+    """Arguments for a route whose JSON body is a `model`."""
+    _bodies[model.__name__] = model
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content = {"application/json": {"schema": schema}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+
+
+def install(app: FastAPI) -> None:
+    """Makes app.openapi() describe bodies and errors."""
+
+    def document():
+        if app.openapi_schema is None:
+            app.openapi_schema = _build(app)
+        return app.openapi_schema
+
+    app.openapi = document
+
+
+def _build(app: FastAPI) -> dict:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    models = [(model, "validation") for model in _bodies.values()]
+    _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(definitions.get("$defs", {}))
+    schemas["Error"] = _ERROR
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            for status, text in REFUSALS.items():
+                operation["responses"].setdefault(status, {"description": text, "content": content})
+            operation["responses"].pop("422", None)
+    return document

@@ -1,0 +1,170 @@
+"""What every endpoint needs: the engine, the limits, the way from a socket's bytes to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import time
+
+import orjson
+from starlette.requests import Request
+
+from jaxserve.config import ServerConfig
+from jaxserve.obs.metrics import Metrics
+from jaxserve.server.auth import CacheSalts, Caller
+from jaxserve.server.errors import ApiError, quote
+from jaxserve.server.limits import read_body
+from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest
+
+TOKENIZER_THREADS = 2
+# Bodies above this are parsed in a thread: a list of a million ids takes 0.3 s to validate.
+INLINE_BODY_BYTES = 128 << 10
+FALLBACK_CHARS_A_TOKEN = 128  # no vocabulary has longer tokens but for runs of spaces
+
+
+@dataclasses.dataclass
+class Service:
+    """The application's state. Immutable after start but for the engine behind it."""
+
+    engine: object  # AsyncEngine, or anything that keeps its contract
+    config: ServerConfig
+    metrics: Metrics
+    salts: CacheSalts = dataclasses.field(default_factory=CacheSalts)
+    started: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    pool: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
+        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
+            TOKENIZER_THREADS, thread_name_prefix="tokenizer"
+        )
+    )
+
+    @property
+    def tokenizer(self):
+        return self.engine.tokenizer
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """Characters that no prompt within the model's context can exceed."""
+        longest = getattr(self.tokenizer, "max_chars_for", None)
+        tokens = self.engine.max_model_len
+        return longest(tokens) if longest else tokens * FALLBACK_CHARS_A_TOKEN
+
+    async def in_thread(self, function, *arguments):
+        """Result of a CPU-bound call, made where it blocks neither event loop nor engine."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.pool, function, *arguments)
+
+    async def parse(self, request: Request, kind: type[Body]):
+        """The request's body as a checked `kind`; raises ApiError or pydantic.ValidationError."""
+        body = await read_body(request, self.config.max_body_bytes, self.config.client_timeout_s)
+        if len(body) > INLINE_BODY_BYTES:
+            return await self.in_thread(_parse, body, kind)
+        return _parse(body, kind)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 unless the client means the model that is served here."""
+        if name is not None and name != self.engine.model_name:
+            message = f"The model {quote(name)} is not served here; see /v1/models."
+            raise ApiError(404, message, "model_not_found", "model")
+
+    def check_open(self) -> None:
+        """Refuses early, before any tokenising, what the engine would refuse or never run."""
+        health = self.engine.health()
+        if health.state == "draining":
+            message = "The server is shutting down; send this to another one."
+            raise ApiError(503, message, "shutting_down", retry_after=1, close=True)
+        if health.state != "ready":
+            message = f"The engine is not able to serve (state: {health.state})."
+            raise ApiError(503, message, f"engine_{health.state}", retry_after=5)
+        waiting, limit = self.engine.stats().waiting, self.engine.config.max_queued
+        if waiting >= limit:
+            message = f"{waiting} requests are waiting already (limit {limit}); try again later."
+            raise ApiError(429, message, "queue_full", retry_after=1)
+
+    def timeout_s(self, asked: float | None) -> float:
+        limit = self.config.request_timeout_s
+        return limit if asked is None else min(asked, limit)
+
+    def cache_salt(self, request: Request, asked: str | None) -> str:
+        return self.salts.salt(caller_of(request).tenant, asked)
+
+    # Prompts
+
+    async def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
+        """Token ids of each prompt of the request, checked against vocabulary and context."""
+        prompts = _prompt_list(body.prompt)
+        if len(prompts) * (body.n or 1) > MAX_PROMPTS:
+            message = f"{len(prompts)} prompts with n={body.n or 1}: at most {MAX_PROMPTS} in all"
+            raise ApiError(400, message, "invalid_value", "prompt")
+        room = 0 if body.max_tokens == 0 else 1
+        for prompt in prompts:
+            self.check_chars(len(prompt) if isinstance(prompt, str) else 0, "prompt")
+        if any(isinstance(prompt, str) for prompt in prompts):
+            special = body.add_special_tokens is not False
+            prompts = await self.in_thread(self._encode_all, prompts, special)
+        for ids in prompts:
+            self.check_ids(ids, "prompt", room)
+        return prompts
+
+    def _encode_all(self, prompts: list, special: bool) -> list[list[int]]:
+        return [
+            self.tokenizer.encode(prompt, add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    def check_chars(self, count: int, param: str) -> None:
+        """Refuses text that cannot fit before a tokenizer spends seconds on finding out."""
+        limit = self.max_prompt_chars
+        if count > limit:
+            message = (
+                f"The prompt has {count} characters; with a context of {self.engine.max_model_len} "
+                f"tokens this model takes at most {limit}."
+            )
+            raise ApiError(400, message, "context_length_exceeded", param)
+
+    def check_ids(self, ids: list[int], param: str, room: int = 1) -> None:
+        """Refuses empty prompts, unknown ids, and prompts that leave no room for `room` tokens."""
+        if not ids:
+            raise ApiError(400, f"The {param} has no tokens.", "invalid_value", param)
+        low, high, size = min(ids), max(ids), self.engine.vocab_size
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            message = f"{param}: token id {wrong} is not in the vocabulary (0 to {size - 1})"
+            raise ApiError(400, message, "invalid_value", param)
+        limit = self.engine.max_model_len
+        if len(ids) + room > limit:
+            message = (
+                f"This model's context is {limit} tokens; the prompt has {len(ids)} and needs room "
+                f"for at least {room} more."
+            )
+            raise ApiError(400, message, "context_length_exceeded", param)
+
+
+def _parse(body: bytes, kind: type[Body]) -> Body:
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        near = error.doc[max(0, error.pos - 30) : error.pos + 10]
+        message = f"The body is not valid JSON: {error}; near {quote(near)}"
+        raise ApiError(400, message, "invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, "The body must be a JSON object.", "invalid_json")
+    parsed = kind.model_validate(content)
+    parsed.check_fields()
+    return parsed
+
+
+def _prompt_list(prompt) -> list:
+    """One prompt or several, text or ids, to a list of prompts."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
+
+
+def caller_of(request: Request) -> Caller:
+    return request.scope["state"].get("caller") or Caller()
+
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service

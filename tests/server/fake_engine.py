@@ -1,0 +1,283 @@
+"""An engine of a few lines that keeps AsyncEngine's contract, for tests of the HTTP layer alone.
+
+Tokens are bytes: id 0..255 is that byte, then begin, end and two chat marks. Output token i of
+choice c is a letter that depends on the prompt, i and c, so every test can say beforehand what
+must come. Events decide when something happens: `hold()` stops all output until `release()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from types import SimpleNamespace
+from typing import ClassVar
+
+from jaxserve.types import (
+    EngineFailed,
+    FinishReason,
+    OutputDelta,
+    RequestRefused,
+    TokenLogprob,
+)
+
+BOS, EOS, START, END, VOCAB = 256, 257, 258, 259, 260
+MODEL = "fake-model"
+STEP_LOGPROB = -0.5  # of every chosen token; the k-th alternative has -0.5 - k
+
+
+class ByteTokenizer:
+    vocab_size = VOCAB
+    bos_id, eos_ids, pad_id = BOS, frozenset([EOS]), EOS
+    chat_template = "bytes"
+    names: ClassVar = {BOS: "<s>", EOS: "</s>", START: "<|im_start|>", END: "<|im_end|>"}
+
+    def encode(self, text, add_special_tokens=True):
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def encode_chat(self, messages, *, tools=None, add_generation_prompt=True, **kwargs):
+        ids = [BOS]
+        for message in messages:
+            if message["content"] == "refused by the template":
+                raise ValueError("the template refuses this conversation")
+            ids += [START, *f"{message['role']}\n{message['content']}".encode(), END]
+        if add_generation_prompt:
+            ids += [START, *b"assistant\n"]
+        return ids
+
+    def decode(self, ids, skip_special_tokens=True):
+        data = b"".join(
+            self.token_bytes(i) for i in ids if not (skip_special_tokens and self.is_special(i))
+        )
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else self.names[token].encode()
+
+    def token_text(self, token):
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def is_special(self, token):
+        return token >= 256
+
+    def max_chars_for(self, max_tokens):
+        return max_tokens * 4
+
+
+def letter(prompt_ids, index, position) -> int:
+    """The output token that the fake model gives: a lower-case letter."""
+    return ord("a") + (sum(prompt_ids) + 7 * index + 3 * position) % 26
+
+
+def text_of(prompt_ids, count, index=0) -> str:
+    """What `count` tokens of one choice read as."""
+    return "".join(chr(letter(prompt_ids, index, i)) for i in range(count))
+
+
+@dataclasses.dataclass
+class Stats:
+    """The names that the engine's own statistics have."""
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 16
+    pages_free: int = 100
+    pages_total: int = 100
+    steps: int = 0
+    requests: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class FakeEngine:
+    """scripts: prompt text -> bytes that choice outputs instead of letters, then ends by itself."""
+
+    def __init__(self, max_model_len=64, max_queued=1000):
+        self.tokenizer = ByteTokenizer()
+        self.config = SimpleNamespace(max_queued=max_queued)
+        self.model_name, self.max_model_len, self.vocab_size = MODEL, max_model_len, VOCAB
+        self.description = "fake"
+        self.state = "ready"
+        self.open: dict[str, SimpleNamespace] = {}  # running requests: prompt_ids and arguments
+        self.calls: list[SimpleNamespace] = []
+        self.aborted: list[str] = []
+        self.scripts: dict[str, bytes] = {}
+        self.refusal: RequestRefused | None = None
+        self.fail_at: int | None = None  # output position at which the device step fails
+        self.expire_at: int | None = None  # output position at which deadlines pass
+        self.burst = 1  # tokens a delta
+        self.counts = Stats()
+        self._loop = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self.changed = asyncio.Event()  # set whenever `open` changes
+
+    # What tests steer
+
+    def hold(self):
+        self._gate.clear()
+
+    def release(self):
+        if self._loop is None or self._loop is _running_loop():
+            self._gate.set()
+        else:
+            self._loop.call_soon_threadsafe(self._gate.set)
+
+    async def until(self, condition):
+        """Waits until condition() holds; it may depend on which requests are open."""
+        while not condition():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 10)
+
+    # AsyncEngine's contract
+
+    async def generate(
+        self, prompt_ids, params, *, request_id=None, tenant="", priority=0, timeout_s=None,
+        cache_salt="",
+    ):  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        if self.refusal is not None:
+            raise self.refusal
+        if self.state not in ("ready", "starting"):
+            raise RequestRefused(f"the engine is {self.state}", code="shutting_down")
+        assert all(0 <= token < VOCAB for token in prompt_ids)
+        call = SimpleNamespace(
+            id=request_id, prompt_ids=list(prompt_ids), params=params, tenant=tenant,
+            priority=priority, timeout_s=timeout_s, cache_salt=cache_salt,
+        )  # fmt: skip
+        assert request_id not in self.open
+        self.open[request_id] = call
+        self.calls.append(call)
+        self.counts.requests += 1
+        self.changed.set()
+        finished = False
+        try:
+            async for deltas in self._produce(call):
+                yield deltas
+            finished = True
+        except EngineFailed:
+            finished = True
+            raise
+        finally:
+            del self.open[request_id]
+            if not finished:
+                self.aborted.append(request_id)
+            self.changed.set()
+
+    async def _produce(self, call):
+        room = self.max_model_len - len(call.prompt_ids)
+        limit = room if call.params.max_tokens is None else min(call.params.max_tokens, room)
+        choices = [_Choice(self, call, index, limit) for index in range(call.params.n)]
+        while any(choice.finish is None for choice in choices):
+            await self._gate.wait()
+            await asyncio.sleep(0)
+            self.counts.steps += 1
+            yield [choice.advance() for choice in choices if choice.finish is None]
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+    def stats(self):
+        return dataclasses.replace(self.counts, running=self.counts.running or len(self.open))
+
+    def health(self):
+        return SimpleNamespace(state=self.state, seconds_since_step=0.0, message="")
+
+    def drain(self, timeout_s):
+        """Called on a thread of its own, as the real one is."""
+        self.state = "draining"
+        end = time.monotonic() + timeout_s
+        while self.open and time.monotonic() < end:
+            time.sleep(0.005)
+        return not self.open
+
+    def shutdown(self):
+        self.state = "stopped"
+
+
+class _Choice:
+    def __init__(self, engine, call, index, limit):
+        self.engine, self.call, self.index, self.limit = engine, call, index, limit
+        prompt = engine.tokenizer.decode(call.prompt_ids)
+        self.script = next((data for key, data in engine.scripts.items() if key in prompt), None)
+        self.tokens, self.text, self.sent = [], b"", 0
+        self.finish = None
+
+    def advance(self) -> OutputDelta:
+        params, new = self.call.params, []
+        while self.finish is None and len(new) < self.engine.burst:
+            if len(self.tokens) >= self.limit:
+                self.finish = FinishReason.LENGTH
+                break
+            new.append(self._next())
+        text = self._text(params.stop) if params.stop else self._whole_characters()
+        logprobs = None if params.logprobs is None else [_scored(t, params.logprobs) for t in new]
+        first = len(new) == len(self.tokens)
+        return OutputDelta(
+            index=self.index,
+            text=text,
+            token_ids=new,
+            logprobs=logprobs,
+            finish_reason=self.finish,
+            stop_reason=getattr(self, "stop_reason", None),
+            prompt_logprobs=self._prompt_scores() if first and self.index == 0 else None,
+            num_cached_tokens=0,
+        )
+
+    def _next(self) -> int:
+        position, engine = len(self.tokens), self.engine
+        if engine.fail_at == position:
+            raise EngineFailed("a device step failed: XlaRuntimeError at 0x7f00deadbeef")
+        if self.script is not None and position >= len(self.script):
+            token, self.finish = EOS, FinishReason.STOP
+        elif self.script is not None:
+            token = self.script[position]
+        else:
+            token = letter(self.call.prompt_ids, self.index, position)
+            while self.call.params.logit_bias.get(token) == -100:
+                token += 1
+        self.tokens.append(token)
+        if token != EOS:
+            self.text += bytes([token])
+        if token in self.call.params.stop_token_ids:
+            self.finish, self.stop_reason = FinishReason.STOP, token
+        elif engine.expire_at is not None and len(self.tokens) >= engine.expire_at:
+            self.finish = FinishReason.TIMEOUT
+        elif self.finish is None and len(self.tokens) >= self.limit:
+            self.finish = FinishReason.LENGTH
+        return token
+
+    def _whole_characters(self) -> str:
+        whole = self.text.decode("utf-8", "ignore" if self.finish is None else "replace")
+        text, self.sent = whole[self.sent :], len(whole)
+        return text
+
+    def _text(self, stops) -> str:
+        """Everything is held back until the end: allowed, if unkind."""
+        whole = self.text.decode("utf-8", "ignore")
+        for stop in stops:
+            if stop in whole and self.sent == 0:
+                self.finish, self.stop_reason = FinishReason.STOP, stop
+                self.sent = 1
+                return whole[: whole.index(stop)]
+        return whole if self.finish is not None and self.sent == 0 else ""
+
+    def _prompt_scores(self):
+        count = self.call.params.prompt_logprobs
+        if count is None:
+            return None
+        return [None, *(_scored(token, count) for token in self.call.prompt_ids[1:])]
+
+
+def _scored(token, count) -> TokenLogprob:
+    top = tuple(((token + k) % VOCAB, STEP_LOGPROB - k) for k in range(count))
+    return TokenLogprob(token, STEP_LOGPROB, top)
+
+
+def _running_loop():
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
