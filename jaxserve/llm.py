@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.types import (
     CompletionOutput,
     FinishReason,
@@ -34,24 +34,26 @@ class LLM:
       settings: any field of EngineConfig, by name.
     """
 
-    def __init__(self, model: str = "demo", *, progress=None, observers=(), **settings):
-        self._start(EngineConfig(model=str(model), **settings), progress, observers)
+    def __init__(self, model: str = "demo", *, progress=None, **settings):
+        self._start(EngineConfig(model=str(model), **settings), progress)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, progress=None, cache_dir=None) -> LLM:
+    def from_config(
+        cls, config: EngineConfig, scheduling: SchedulerConfig, *, progress=None, cache_dir=None
+    ) -> LLM:
         """An LLM of settings already made; cache_dir: where models and programs are kept."""
         llm = cls.__new__(cls)
-        llm._start(config, progress, cache_dir=cache_dir)
+        llm._start(config, progress, scheduling, cache_dir)
         return llm
 
-    def _start(self, config, progress, observers=(), cache_dir=None) -> None:
+    def _start(self, config, progress, scheduling=None, cache_dir=None) -> None:
         from jaxserve.engine.start import build  # here, so that importing jaxserve is quick
 
         self.engine = build(
             config,
+            scheduling,
             clock=time.monotonic,
             progress=progress,
-            observers=observers,
             cache_dir=cache_dir,
         )
         self.engine.warm_up()

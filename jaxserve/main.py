@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxserve.config import EngineConfig, ServerConfig, setting
+from jaxserve.config import EngineConfig, SchedulerConfig, ServerConfig, setting
 from jaxserve.progress import Progress
 
 console = Console(highlight=False)
@@ -61,31 +61,33 @@ class Verb:
 
     run: Callable[..., int]
     help: str
-    configs: tuple[type, ...] = (EngineConfig,)
+    configs: tuple[type, ...]
     arguments: str = ""
 
 
 # ---- verbs --------------------------------------------------------------------------------------
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig, _) -> int:
+def serve(
+    engine_config: EngineConfig, scheduling: SchedulerConfig, server_config: ServerConfig, _
+) -> int:
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.engine.start import build
     from jaxserve.obs.metrics import Metrics
     from jaxserve.server import app
 
     start = time.monotonic()
-    metrics = Metrics()
-    progress = Progress(errors)
-    with progress:
+    with Progress(errors) as progress:
         parts = build(
             engine_config,
+            scheduling,
             clock=time.monotonic,
             progress=progress,
-            observers=(metrics,),
             cache_dir=cache_dir(),
         )
         engine = AsyncEngine.from_parts(parts)
+        metrics = Metrics(engine.stats, engine.model_name)
+        engine.observe(metrics)
 
         def announce(url: str) -> None:
             """Called once the port is open; says how to use it once the engine is warm."""
@@ -93,7 +95,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, _) -> int:
                 target=_greet, args=(engine, url, progress, start), daemon=True
             ).start()
 
-        return app.serve(engine, server_config, metrics=metrics, announce=announce)
+        app.serve(engine, server_config, metrics=metrics, on_listening=announce)
+    return 0
 
 
 def _greet(engine, url: str, progress: Progress, start: float) -> None:
@@ -110,19 +113,21 @@ def _greet(engine, url: str, progress: Progress, start: float) -> None:
     )
 
 
-def generate(engine_config: EngineConfig, sampling: SamplingConfig, arguments: list[str]) -> int:
-    prompts = arguments or [sys.stdin.read()]
-    with Progress(errors) as progress:
-        llm = _load(engine_config, progress)
+def generate(
+    engine_config: EngineConfig, scheduling: SchedulerConfig, sampling: SamplingConfig, prompts
+) -> int:
+    prompts = prompts or [sys.stdin.read()]
+    llm = _load(engine_config, scheduling)
     for output in llm.generate(prompts, sampling.params()):
         console.print(f"{output.prompt}{output.outputs[0].text}", markup=False, soft_wrap=True)
     return 0
 
 
-def chat(engine_config: EngineConfig, sampling: SamplingConfig, _) -> int:
+def chat(
+    engine_config: EngineConfig, scheduling: SchedulerConfig, sampling: SamplingConfig, _
+) -> int:
     """A conversation in the terminal; replies stream in, with their speed."""
-    with Progress(errors) as progress:
-        llm = _load(engine_config, progress)
+    llm = _load(engine_config, scheduling)
     errors.print(f"{llm.engine.description}\n[dim]Empty line or Ctrl-D ends the chat.[/dim]")
     messages = [{"role": "system", "content": sampling.system}] if sampling.system else []
     while True:
@@ -149,14 +154,13 @@ def _reply(llm, messages, params) -> str:
     return text
 
 
-def info(engine_config: EngineConfig, _) -> int:
+def info(engine_config: EngineConfig, scheduling: SchedulerConfig, _) -> int:
     """Devices, versions, the settings as worked out, and the programs they need."""
     import importlib.metadata
 
     import jax
 
-    with Progress(errors) as progress:
-        llm = _load(engine_config, progress)
+    llm = _load(engine_config, scheduling)
     table = Table(show_header=False, box=None)
     names = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
@@ -173,21 +177,25 @@ def info(engine_config: EngineConfig, _) -> int:
     return 0
 
 
-def _load(engine_config: EngineConfig, progress):
+def _load(engine_config: EngineConfig, scheduling: SchedulerConfig):
     from jaxserve.llm import LLM
 
-    return LLM.from_config(engine_config, progress=progress, cache_dir=cache_dir())
+    with Progress(errors) as progress:
+        return LLM.from_config(engine_config, scheduling, progress=progress, cache_dir=cache_dir())
 
 
+ENGINE = (EngineConfig, SchedulerConfig)
 VERBS = {
-    "serve": Verb(serve, "Serve the model over HTTP.", (EngineConfig, ServerConfig)),
+    "serve": Verb(serve, "Serve the model over HTTP.", (*ENGINE, ServerConfig)),
     "generate": Verb(
-        generate, "Continue prompts (arguments or standard input).",
-        (EngineConfig, SamplingConfig), "[PROMPT ...]",
+        generate,
+        "Continue prompts (arguments or standard input).",
+        (*ENGINE, SamplingConfig),
+        "[PROMPT ...]",
     ),
-    "chat": Verb(chat, "Chat in the terminal.", (EngineConfig, SamplingConfig)),
-    "info": Verb(info, "Show devices, versions, settings and programs."),
-}  # fmt: skip
+    "chat": Verb(chat, "Chat in the terminal.", (*ENGINE, SamplingConfig)),
+    "info": Verb(info, "Show devices, versions, settings and programs.", ENGINE),
+}
 
 
 # ---- flags --------------------------------------------------------------------------------------

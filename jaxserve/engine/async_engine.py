@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import EngineCore, EngineStats, Observer
 from jaxserve.types import (
     EngineFailed,
     FinishReason,
@@ -107,12 +107,12 @@ class AsyncEngine:
         self._thread.start()
 
     @classmethod
-    def start(cls, config: EngineConfig, *, progress=None, observers=()) -> AsyncEngine:
+    def start(cls, config: EngineConfig, *, progress=None) -> AsyncEngine:
         """Loads, compiles and starts; blocks until the engine can serve. Raises ValueError with
         the remedy when the model or the settings will not do."""
         from jaxserve.engine.start import build  # only here: what it needs imports jax
 
-        parts = build(config, clock=time.monotonic, progress=progress, observers=observers)
+        parts = build(config, clock=time.monotonic, progress=progress)
         engine = cls.from_parts(parts)
         engine.wait_until_ready()
         return engine
@@ -187,9 +187,13 @@ class AsyncEngine:
         """Ends a request and frees what it holds. Harmless for one that has ended."""
         self._post(lambda: self._deliver(self.core.abort(request_id)))
 
-    def stats(self):
-        """Counters of the scheduler, as of its last step. See scheduler.Stats."""
-        return self.core.scheduler.stats()
+    def stats(self) -> EngineStats:
+        """Gauges and counters, as of now."""
+        return self.core.stats()
+
+    def observe(self, observer: Observer) -> None:
+        """observer is told of each step from now on, on the engine thread."""
+        self.core.observers.append(observer)
 
     def health(self) -> Health:
         waiting = self.core.clock() - max(self.core.last_step, self._idle_since)

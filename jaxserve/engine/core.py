@@ -7,12 +7,23 @@ owns a core.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxserve.engine.output import OutputStage
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.types import EngineFailed, OutputDelta, Request, StepResult, TokenEvent
+from jaxserve.scheduler.scheduler import Scheduler, Stats
+from jaxserve.types import (
+    EngineFailed,
+    FinishReason,
+    OutputDelta,
+    Request,
+    StepResult,
+    TokenEvent,
+)
 
 
 class Runner(Protocol):
@@ -24,21 +35,8 @@ class Runner(Protocol):
 
     def reset(self) -> None: ...
 
-
-class Scheduler(Protocol):
-    """The scheduler's doors, as the loop uses them. See scheduler/scheduler.py."""
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str) -> list[TokenEvent]: ...
-
-    def plan(self, now: float) -> StepPlan | None: ...
-
-    def absorb(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]: ...
-
-    def take_events(self) -> list[TokenEvent]: ...
-
-    def fail_all(self, error: Exception) -> list[TokenEvent]: ...
+    @property
+    def compilations(self) -> int: ...
 
 
 class Observer(Protocol):
@@ -48,6 +46,13 @@ class Observer(Protocol):
 
 
 Outputs = list[tuple[str, OutputDelta]]  # (request id, news of one of its choices)
+
+
+@dataclasses.dataclass(slots=True)
+class EngineStats(Stats):
+    """The scheduler's gauges and counts, and what the engine adds."""
+
+    compilations: int = 0  # since the programs were warm: anything but 0 is a fault
 
 
 @dataclasses.dataclass
@@ -70,13 +75,12 @@ class EngineCore:
         clock: Callable[[], float],
         *,
         pipelined: bool = True,
-        observers: tuple[Observer, ...] = (),
     ):
         self.scheduler = scheduler
         self.runner = runner
         self.output = output
         self.clock = clock
-        self.observers = observers
+        self.observers: list[Observer] = []
         self.step = self.overlapped_step if pipelined else self.plain_step
         self.last_step = clock()  # when a step was last absorbed; a stuck device stops moving it
         self.in_flight: InFlight | None = None
@@ -123,20 +127,40 @@ class EngineCore:
         if step is not None:
             result = self.runner.fetch(step.pending)
             now = self.clock()
+            events += self._end_broken_rows(step.plan, result)
             events += self.scheduler.absorb(step.plan, result, now)
             for observer in self.observers:
                 observer.on_step(step.plan, now - max(step.dispatched, self.last_step))
             self.last_step = now
         return self.output.process(events, self.scheduler)
 
+    def _end_broken_rows(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Ends the rows whose logits were not finite (token -1) before absorb can see them."""
+        events = []
+        for row in np.flatnonzero(plan.samples_S & (result.token_S < 0)).tolist():
+            sequence = plan.sequences[row]
+            if sequence.finish is None:
+                self.scheduler.finish(sequence, FinishReason.ERROR)
+                failure = EngineFailed("the model's logits were not finite")
+                events.append(TokenEvent(sequence, None, FinishReason.ERROR, error=failure))
+        return events
+
     def _guarded(self, advance: Callable[[], Outputs]) -> Outputs:
-        """A step that raises loses the donated KV pool: what ran ends with an error, what waits
-        goes on with a new pool."""
+        """A step that raises loses the donated KV pool: every request open ends with an error, and
+        the engine goes on with a new pool."""
         try:
             return advance()
         except Exception as error:
+            logging.getLogger("jaxserve").exception("a device step failed")
             self.in_flight = None
-            self.runner.reset()
-            failure = EngineFailed(f"a device step failed: {type(error).__name__}: {error}")
+            failure = EngineFailed("a device step failed and took this request with it")
             failure.__cause__ = error
-            return self.output.process(self.scheduler.fail_all(failure), self.scheduler)
+            events = self.scheduler.fail_all(failure)
+            self.scheduler.requeue_all()  # nothing is left to run; the prefix cache is forgotten
+            self.runner.reset()
+            return self.output.process(events, self.scheduler)
+
+    def stats(self) -> EngineStats:
+        """A copy of gauges and counters; any thread may ask."""
+        scheduling = dataclasses.asdict(self.scheduler.stats())
+        return EngineStats(**scheduling, compilations=self.runner.compilations)

@@ -64,6 +64,22 @@ class Pending:
     outputs: StepOutputs
 
 
+class _CompileCounter:
+    """Counts XLA compilations of the process, by jax's own monitoring events."""
+
+    _EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_) -> None:
+        self.count += event == self._EVENT
+
+
+_compile_counter = _CompileCounter()  # listeners cannot be removed, so there is one
+
+
 class Runner:
     """Owns the parameters, the device state and the compiled programs of one engine.
 
@@ -80,7 +96,13 @@ class Runner:
         self.compile_seconds: dict[str, float] = {}
         self.state: DeviceState | None = None
         self._set_row: jax.stages.Compiled | None = None
+        self._warm_count: int | None = None
         self.reset()
+
+    @property
+    def compilations(self) -> int:
+        """Programs this process compiled since the table was built; anything but 0 is a fault."""
+        return 0 if self._warm_count is None else _compile_counter.count - self._warm_count
 
     def reset(self) -> None:
         """A new, empty device state: at start, and after a failed step lost the donated one."""
@@ -108,6 +130,7 @@ class Runner:
                 future.result()
                 if progress:
                     progress(futures[future], done, len(jobs))
+        self._warm_count = _compile_counter.count
 
     def _timed(self, name, job):
         start = time.monotonic()

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import models, tokenizer
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.engine import memory
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
 from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
-from jaxserve.models.layers import Backend
 from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.scheduler import Scheduler
@@ -46,22 +45,22 @@ class Engine:
         return self.config.served_model_name
 
 
-def choose_backend(config: EngineConfig) -> Backend:
+def choose_backend(config: EngineConfig) -> models.Backend:
     """The backends of this machine's default device, or those the settings ask for."""
     device = jax.default_backend()
     kind = config.attention_backend
     kind = attention.choose_backend(device) if kind == "auto" else kind
     native = linear.choose_backend(device)
     # Without the native matmul, slicing stacked weights on a CPU copies every layer each step.
-    return Backend(attention=kind, linear=native, stacked=device != "cpu" or native == "cpu")
+    return models.Backend(attention=kind, linear=native, stacked=device != "cpu" or native == "cpu")
 
 
 def build(
     config: EngineConfig,
+    scheduling: SchedulerConfig | None = None,
     *,
     clock: Callable[[], float],
     progress=None,
-    observers=(),
     cache_dir: pathlib.Path | None = None,
 ) -> Engine:
     """Loads the model and sizes the engine. progress: a jaxserve.progress.Progress.
@@ -75,10 +74,11 @@ def build(
     path = models.resolve(config.model, cache_dir=cache_dir, progress=_part(progress, "download"))
     text = tokenizer.load(path, override=config.tokenizer and pathlib.Path(config.tokenizer))
     loaded = models.load(
-        path,
+        config.model,
         weight_dtype=config.weight_dtype,
         backend=backend,
         progress=_part(progress, "load"),
+        cache_dir=cache_dir,
     )
     config = _settle(config, loaded)
     device = jax.local_devices()[0]
@@ -99,15 +99,10 @@ def build(
     num_tokens = min(loaded.config.vocab_size, text.vocab_size)
     step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
     runner = Runner(step, loaded.params, shape, loaded.eos_ids)
-    scheduler = Scheduler.from_config(config, eos_ids=loaded.eos_ids, vocab_size=num_tokens)
-    core = EngineCore(
-        scheduler,
-        runner,
-        OutputStage(text),
-        clock,
-        pipelined=config.pipelined,
-        observers=observers,
+    scheduler = Scheduler.from_config(
+        config, scheduling, eos_ids=loaded.eos_ids, vocab_size=num_tokens
     )
+    core = EngineCore(scheduler, runner, OutputStage(text), clock, pipelined=config.pipelined)
     table = memory.MemoryTable(loaded.weight_bytes, pages * page_bytes, memory.free_bytes(device))
     return Engine(
         core=core,
