@@ -2,8 +2,9 @@
 
 The KV of a token depends on all tokens before it, so a page is named by a digest chained over
 them: digest(page i) = H(digest(page i-1), tokens of page i), beginning with the digest of the
-request's cache salt. H is blake2b with a secret key of the process: nobody can construct two
-prompts that collide, and equal digests mean equal tokens and equal salt.
+request's cache salt. H is blake2b, and the first digest of a chain is keyed with a secret of the
+process, so nobody outside can know any digest, let alone construct two prompts that share one:
+equal digests mean equal tokens and equal salt.
 
 Only full pages whose KV a finished step has written are published. Nobody writes to such a page
 again while it is published: its owner continues in the next page, and a sequence that hits it
@@ -45,14 +46,13 @@ class PrefixCache:
         chain[0] is the salt's digest and chain[i + 1] that of page i; an empty list is a new chain.
         """
         if not chain:
-            chain.append(self._digest(salt.encode()))
-        done = len(chain) - 1
-        if done >= num_pages:
-            return
-        size = self._page_size
-        data = memoryview(array.array("i", tokens[done * size : num_pages * size]))
-        for first in range(0, (num_pages - done) * size, size):
-            chain.append(self._digest(chain[-1], data[first : first + size]))
+            root = hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=self._key)
+            chain.append(root.digest())
+        digest, size = chain[-1], self._page_size
+        for first in range((len(chain) - 1) * size, num_pages * size, size):
+            page = array.array("i", tokens[first : first + size]).tobytes()
+            digest = hashlib.blake2b(digest + page, digest_size=DIGEST_BYTES).digest()
+            chain.append(digest)
 
     def match(
         self, chain: list[bytes], tokens: SequenceOf[int], salt: str, num_pages: int
@@ -71,13 +71,15 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def publish(self, digest: bytes, page: int) -> None:
-        """From now on the page is what `digest` names. The first page of a digest stays; a second
-        one with the same content is its owner's alone and becomes free with it."""
-        if digest not in self._page_of and page not in self._digest_of:
-            self._page_of[digest] = page
-            self._digest_of[page] = digest
-            self._pool.keep(page)
+    def publish(self, digests: list[bytes], pages: list[int]) -> None:
+        """From now on the pages are what the digests name. The first page of a digest stays; a
+        second one with the same content is its owner's alone and becomes free with it."""
+        for digest, page in zip(digests, pages):
+            if digest not in self._page_of:
+                assert page not in self._digest_of, f"page {page} was full before"
+                self._page_of[digest] = page
+                self._digest_of[page] = digest
+                self._pool.keep(page)
 
     def clear(self) -> None:
         """The KV pool is lost: nothing published is true any more."""
@@ -87,12 +89,6 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._digest_of.pop(page)]
-
-    def _digest(self, *parts) -> bytes:
-        state = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key)
-        for part in parts:
-            state.update(part)
-        return state.digest()
 
     def check_invariants(self) -> None:
         assert {page: digest for digest, page in self._page_of.items()} == self._digest_of

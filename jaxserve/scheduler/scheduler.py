@@ -454,16 +454,16 @@ class Scheduler:
         self._stats.computed_tokens += int((end_S - before_S).sum())
         if not self.limits.prefix_caching:
             return
-        filled = np.flatnonzero(end_S // size > before_S // size)
-        for row in filled.tolist():
-            slot = slot_S[row]
-            first, last = int(before_S[row]) // size, int(end_S[row]) // size
+        first_S, last_S = before_S // size, end_S // size
+        filled = np.flatnonzero(last_S > first_S)
+        for slot, first, last in zip(
+            slot_S[filled].tolist(), first_S[filled].tolist(), last_S[filled].tolist()
+        ):
             sequence = slots.sequence_N[slot]
             chain = sequence.page_chain
             self._cache.extend(chain, sequence.tokens, sequence.request.cache_salt, last)
             pages = slots.page_table_NP[slot, first:last].tolist()
-            for index, page in enumerate(pages, first):
-                self._cache.publish(chain[index + 1], page)
+            self._cache.publish(chain[first + 1 : last + 1], pages)
 
     def _append(self, plan: StepPlan, result: StepResult, rows, events: list[TokenEvent]):
         """A token and an event for each sampled row. Returns (event, reason, stop id) of ends."""
