@@ -78,13 +78,19 @@ def _warn_of_other_head(head: Any, embedding: Any) -> None:
     same = (
         embedding is not None
         and head.type_name == embedding.type_name
-        and np.array_equal(head.data.view(np.uint8), embedding.data.view(np.uint8))
+        and np.array_equal(_bytes(head), _bytes(embedding))
     )
     if not same:
         log.warning(
             "%s differs from the embedding, but the config ties them: the embedding is used",
             head.name,
         )
+
+
+def _bytes(tensor: Any) -> np.ndarray:
+    """A tensor's bytes as stored, so that NaN equals itself."""
+    data = tensor.data if isinstance(tensor, GgufTensor) else tensor.array()
+    return data.reshape(-1).view(np.uint8)
 
 
 def fill(
