@@ -19,22 +19,26 @@ from jaxserve.types import Request, StepResult
 NEVER_WRITTEN = -7
 
 
-def next_token(history: np.ndarray, request: Request, vocab_size: int, eos_ids=()) -> int:
-    """The token after `history` (int32, prompt and output so far), for this request's seed."""
-    token = zlib.crc32(history.tobytes(), request.seed & 0xFFFFFFFF) % vocab_size
+def next_token(
+    history: np.ndarray, request: Request, index: int, vocab_size: int, eos_ids=frozenset()
+) -> int:
+    """The token after `history` (int32, prompt and output so far) in choice `index`."""
     params = request.params
+    token = zlib.crc32(history.tobytes(), (request.seed + index) & 0xFFFFFFFF) % vocab_size
     if len(history) - len(request.prompt_ids) < params.min_tokens:
         while token in eos_ids or token in params.stop_token_ids:
             token = (token + 1) % vocab_size
     return token
 
 
-def expected_output(request: Request, max_total: int, vocab_size: int, eos_ids=()) -> list[int]:
-    """Output tokens of the request served alone, worked out without pages or slots."""
-    tokens = list(request.prompt_ids)
-    params = request.params
+def expected_output(
+    request: Request, index: int, max_total: int, vocab_size: int, eos_ids=frozenset()
+) -> list[int]:
+    """Output tokens of one choice served alone, worked out without pages or slots."""
+    params, tokens = request.params, list(request.prompt_ids)
     while len(tokens) < max_total:
-        token = next_token(np.array(tokens, np.int32), request, vocab_size, eos_ids)
+        history = np.array(tokens, np.int32)
+        token = next_token(history, request, index, vocab_size, eos_ids)
         tokens.append(token)
         ends = (token in eos_ids and not params.ignore_eos) or token in params.stop_token_ids
         if ends and len(tokens) - len(request.prompt_ids) > params.min_tokens:
@@ -66,7 +70,7 @@ class FakeRunner:
             history = self._write(plan, row, tokens)
             if plan.samples_S[row]:
                 token_S[row] = next_token(
-                    history, sequence.request, self._vocab_size, self._eos_ids
+                    history, sequence.request, sequence.index, self._vocab_size, self._eos_ids
                 )
         sampled = plan.slot_S[plan.samples_S]
         self._last_token_N[sampled] = token_S[plan.samples_S]
