@@ -1,0 +1,179 @@
+"""Text to ids and back: one `Tokenizer`, whatever file it came from.
+
+Encoding is a library's work (an `Encoder`). Decoding is ours and the same for every vocabulary: an
+id stands for some bytes, and text is those bytes joined and read as UTF-8. That one table serves
+`decode`, the streaming `TextStream` and the tokens shown with log-probabilities, so they agree.
+
+Nothing changes after construction: any number of threads may call a Tokenizer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from jaxserve.tokenizer.chat import ChatTemplate
+from jaxserve.tokenizer.sandbox import TemplateError
+from jaxserve.tokenizer.seal import SEAL
+
+
+class Encoder(Protocol):
+    """What a tokenizer library does for us. Adds no begin or end tokens.
+
+    encode: added tokens spelled in the text become their ids.
+    sealed: an encode for which the given control tokens count only directly behind a `seal.SEAL`
+    (the seal goes away); spelled without one they are ordinary text.
+    chars_shrink: how many characters of text normalisation can turn into one, at most.
+    """
+
+    chars_shrink: int
+
+    def encode(self, text: str) -> list[int]: ...
+    def sealed(self, control: Collection[str]) -> Callable[[str], list[int]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenTable:
+    """What each id stands for; lists are indexed by id.
+
+    pieces: the token as its vocabulary spells it. data: the bytes it decodes to. special: control
+    tokens, which skip_special_tokens hides. added: text -> id of every token that is found as a
+    whole in text, special or not. drops_first_space: the encoder puts a space before text that
+    begins a sequence, so decoding takes one away there.
+    """
+
+    pieces: list[str]
+    data: list[bytes]
+    special: frozenset[int]
+    added: dict[str, int]
+    drops_first_space: bool = False
+
+    def __post_init__(self):
+        assert len(self.pieces) == len(self.data)
+
+
+class Tokenizer:
+    """Encodes, decodes and lays out chats for one model.
+
+    bos_id: the token that begins a sequence, or None. adds_bos: the model wants it before every
+    prompt. adds_eos_id: a token the model wants after every prompt, or None (nearly always).
+    eos_ids: the tokens that end a turn. chat_template: Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        table: TokenTable,
+        *,
+        bos_id: int | None = None,
+        adds_bos: bool = False,
+        adds_eos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        pad_id: int | None = None,
+        chat_template: str | None = None,
+    ):
+        assert not adds_bos or bos_id is not None
+        self.vocab_size = len(table.pieces)
+        self.bos_id = bos_id
+        self.adds_bos = adds_bos
+        self.adds_eos_id = adds_eos_id
+        self.eos_ids = frozenset(eos_ids)
+        self.pad_id = pad_id
+        self.special_ids = table.special
+        self.drops_first_space = table.drops_first_space
+        self.chat_template = chat_template
+        self._encoder = encoder
+        self._pieces = table.pieces
+        self._data = table.data
+        self._visible = [b"" if i in table.special else d for i, d in enumerate(table.data)]
+        self._longest = max(map(_num_chars, table.data), default=1)
+        self._chat = None
+        if chat_template is not None:
+            special = {text for text, token in table.added.items() if token in table.special}
+            self._chat = ChatTemplate(chat_template, special, table.added, self._named_tokens())
+            self._encode_sealed = encoder.sealed(self._chat.control)
+
+    # ---- text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt. Control tokens spelled in it become control tokens.
+
+        With add_special_tokens a model that wants a begin token gets exactly one, also when the
+        text spells it already.
+        """
+        ids = self._encoder.encode(text)
+        if not add_special_tokens:
+            return ids
+        if self.adds_eos_id is not None and ids[-1:] != [self.adds_eos_id]:
+            ids.append(self.adds_eos_id)
+        return self._with_one_bos(ids)
+
+    def encode_chat(
+        self, messages: Sequence[dict], *, tools=None, add_generation_prompt=True, **template_kwargs
+    ) -> list[int]:
+        """Ids of a chat, laid out by the model's template, with exactly one begin token if wanted.
+
+        Control tokens come from the template alone: spelled in a message, a tool or an argument
+        they are ordinary text. Raises TemplateError, a ValueError that says what to do.
+        """
+        if self._chat is None:
+            raise TemplateError(
+                "this model has no chat template; send the text to /v1/completions (LLM.generate), "
+                "or give a Jinja file with --chat_template"
+            )
+        text = self._chat.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+        encode = self._encode_sealed if SEAL in text else self._encoder.encode
+        return self._with_one_bos(encode(text))
+
+    def max_chars_for(self, max_tokens: int) -> int:
+        """No text of more characters fits in max_tokens: a cheap check before tokenising."""
+        return max_tokens * self._longest * self._encoder.chars_shrink
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        if not self.adds_bos:
+            return ids
+        begin = 0
+        while begin < len(ids) and ids[begin] == self.bos_id:
+            begin += 1
+        return [self.bos_id, *ids[begin:]]
+
+    # ---- ids to text
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids. Ids outside the vocabulary are nothing; broken UTF-8 shows as U+FFFD."""
+        data = b"".join(map(self.table(skip_special_tokens).__getitem__, self._known(ids)))
+        if self.drops_first_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def table(self, skip_special_tokens: bool) -> list[bytes]:
+        """Bytes by id, for readers of single tokens. Not to be changed."""
+        return self._visible if skip_special_tokens else self._data
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for; none outside the vocabulary."""
+        return self._data[token] if 0 <= token < self.vocab_size else b""
+
+    def token_text(self, token: int) -> str:
+        """One token as text, for display: halves of characters show as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def is_special(self, token: int) -> bool:
+        return token in self.special_ids
+
+    def _known(self, ids: Iterable[int]) -> Iterable[int]:
+        return (token for token in ids if 0 <= token < self.vocab_size)
+
+    def _named_tokens(self) -> dict[str, str]:
+        """The tokens that templates call by name, as text."""
+        named = {"bos_token": self.bos_id, "pad_token": self.pad_id}
+        named["eos_token"] = min(self.eos_ids, default=None)
+        return {k: "" if v is None else self._pieces[v] for k, v in named.items()}
+
+
+def _num_chars(data: bytes) -> int:
+    """Characters that begin in these bytes."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)
