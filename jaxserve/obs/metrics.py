@@ -29,8 +29,10 @@ _COUNT_BUCKETS = tuple(2**i for i in range(18))
 _GAUGES = {
     "running": ("num_requests_running", "Sequences in a slot.", "num_requests_running"),
     "waiting": ("num_requests_waiting", "Sequences in the queue.", "num_requests_waiting"),
+    "waiting_tokens": ("num_tokens_waiting", "Prompt tokens in the queue.", None),
     "slots": ("num_slots", "Sequences that can run at once.", None),
     "pages_free": ("kv_pages_free", "KV pages that can be handed out.", None),
+    "pages_idle": ("kv_pages_idle", "Of the free ones, those that hold cached prefixes.", None),
     "pages_total": ("kv_pages_total", "KV pages of the pool.", None),
 }
 _COUNTERS = {
@@ -39,11 +41,7 @@ _COUNTERS = {
     "refusals": ("engine_refusals", "Requests the engine refused.", None),
     "preemptions": ("preemptions", "Sequences put back into the queue.", "num_preemptions"),
     "prefix_query_tokens": ("prompt_tokens", "Prompt tokens admitted.", "prompt_tokens"),
-    "prefix_hit_tokens": (
-        "prefix_cache_hits",
-        "Prompt tokens from the cache.",
-        "prefix_cache_hits",
-    ),
+    "prefix_hit_tokens": ("prefix_cache_hits", "Of those, cached.", "prefix_cache_hits"),
     "computed_tokens": ("computed_tokens", "Tokens computed, recomputation included.", None),
     "generation_tokens": ("generation_tokens", "Tokens generated.", "generation_tokens"),
     "compilations": ("compilations", "Programs compiled after warm-up.", None),

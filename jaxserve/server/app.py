@@ -138,7 +138,8 @@ class DrainingServer(uvicorn.Server):
         self._engine = engine
         self._drain_timeout_s = config.drain_timeout_s
         self._on_listening = on_listening
-        self._draining: asyncio.Task | None = None
+        self._signals = 0
+        self._stages: list[asyncio.Task] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets=None) -> None:
@@ -147,19 +148,28 @@ class DrainingServer(uvicorn.Server):
         self._on_listening()
 
     def handle_exit(self, sig: int, frame) -> None:
-        """First signal: drain, then exit. Second: exit now, aborting what still runs."""
-        if self._draining is not None or self._loop is None:
-            self.should_exit = True
-            return
-        name = signal.Signals(sig).name
-        logger.warning("%s: draining for up to %g s; again to abort", name, self._drain_timeout_s)
-        self._loop.call_soon_threadsafe(self._start_draining)
+        """First signal: drain, then exit. Second: abort what still runs, then exit. Third: exit."""
+        self._signals += 1
+        if self._loop is None or self._signals > 2:
+            self.should_exit = self.force_exit = True
+        elif self._signals == 2:
+            self._loop.call_soon_threadsafe(self._begin, self._abort)
+        else:
+            name, limit = signal.Signals(sig).name, self._drain_timeout_s
+            logger.warning("%s: draining for up to %g s; again to abort", name, limit)
+            self._loop.call_soon_threadsafe(self._begin, self._drain)
 
-    def _start_draining(self) -> None:
-        self._draining = self._draining or asyncio.ensure_future(self._drain())
+    def _begin(self, stage: Callable) -> None:
+        self._stages.append(asyncio.ensure_future(stage()))  # a bare task could be collected
 
     async def _drain(self) -> None:
-        done = await asyncio.to_thread(self._engine.drain, self._drain_timeout_s)
-        if not done:
+        if await asyncio.to_thread(self._engine.drain, self._drain_timeout_s):
+            self.should_exit = True
+        elif not self.should_exit:
             logger.warning("still running after %g s: aborting the rest", self._drain_timeout_s)
+            await self._abort()
+
+    async def _abort(self) -> None:
+        """Ends the engine: open requests fail, and their clients are told so before the exit."""
+        await asyncio.to_thread(self._engine.shutdown)
         self.should_exit = True

@@ -72,7 +72,7 @@ class Answer:
         if self._body.echo:
             text = await self._prompt_text(choice.prompt_index) + text
             ids = self._work.prompts[choice.prompt_index] + ids
-            scores = [*(choice.prompt_logprobs or ()), *scores]
+            scores = self._echo_scores(choice.prompt_index, choice.prompt_logprobs) + scores
         shaped = {
             "index": choice.index,
             "text": text,
@@ -93,17 +93,23 @@ class Answer:
         tally = Tally(self._work.num_prompt_tokens)
         scorers: dict[int, CompletionLogprobs] = {}
         started: set[int] = set()
+        scores: dict[int, list] = {}  # of prompts; they come with the first choice's first delta
         async with contextlib.aclosing(run(self._service, self._work)) as news:
             async for batch in news:
                 chunks = []
                 for prompt_index, delta in batch:
                     tally.add(prompt_index, delta)
+                    if delta.prompt_logprobs is not None:
+                        scores[prompt_index] = delta.prompt_logprobs
                     index = prompt_index * self._work.params.n + delta.index
                     scorer = scorers.setdefault(index, self._scorer()) if self._scored else None
-                    first = index not in started
+                    if self._body.echo and index not in started:
+                        known = scores.get(prompt_index)
+                        chunks.append(
+                            writer.choice(await self._echo(index, prompt_index, scorer, known))
+                        )
                     started.add(index)
-                    echo = self._body.echo and first
-                    chunk = await self._chunk(index, prompt_index, delta, scorer, echo)
+                    chunk = self._chunk(index, delta, scorer)
                     if chunk is not None:
                         chunks.append(writer.choice(chunk))
                 if chunks:
@@ -112,24 +118,28 @@ class Answer:
             yield writer.last(tally.usage())
         yield sse.DONE
 
-    async def _chunk(self, index, prompt_index, delta: OutputDelta, scorer, echo) -> dict | None:
+    async def _echo(self, index, prompt_index, scorer, known) -> dict:
+        """The prompt as a choice's first chunk."""
+        ids, logprobs = self._work.prompts[prompt_index], None
+        if scorer is not None:
+            logprobs = scorer.piece(ids, self._echo_scores(prompt_index, known))
+        return _chunk_of(index, await self._prompt_text(prompt_index), logprobs)
+
+    def _chunk(self, index: int, delta: OutputDelta, scorer) -> dict | None:
         """One chunk's choice; None when the delta has nothing to show yet."""
-        text, ids, scores = delta.text, delta.token_ids, delta.logprobs or []
-        if echo:
-            text = await self._prompt_text(prompt_index) + text
-            ids = self._work.prompts[prompt_index] + ids
-            scores = [*(delta.prompt_logprobs or ()), *scores]
-        logprobs = scorer.piece(ids, scores) if scorer and scores else None
-        reason = delta.finish_reason
-        if not text and logprobs is None and reason is None:
+        logprobs = scorer.piece(delta.token_ids, delta.logprobs) if delta.logprobs else None
+        if not delta.text and logprobs is None and delta.finish_reason is None:
             return None
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": None if reason is None else finish_name(reason),
-            "stop_reason": delta.stop_reason,
-        }
+        chunk = _chunk_of(index, delta.text, logprobs)
+        if delta.finish_reason is not None:
+            chunk["finish_reason"] = finish_name(delta.finish_reason)
+            chunk["stop_reason"] = delta.stop_reason
+        return chunk
+
+    def _echo_scores(self, prompt_index: int, known: list | None) -> list:
+        """A score for each prompt token; null for those that were not computed in time."""
+        known = known or []
+        return [*known, *[None] * (len(self._work.prompts[prompt_index]) - len(known))]
 
     @property
     def _scored(self) -> bool:
@@ -151,3 +161,13 @@ class Answer:
             return prompt[prompt_index]
         ids, skip = self._work.prompts[prompt_index], self._work.params.skip_special_tokens
         return await self._service.in_thread(self._service.tokenizer.decode, ids, skip)
+
+
+def _chunk_of(index: int, text: str, logprobs: dict | None) -> dict:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": None,
+        "stop_reason": None,
+    }

@@ -194,7 +194,7 @@ class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None

@@ -24,11 +24,12 @@ async def report_forever(engine) -> None:
 def line(before, now, seconds: float) -> str:
     """One line of rates between two readings of the engine's statistics."""
     rate = lambda name: (getattr(now, name) - getattr(before, name)) / seconds
-    prompt = now.prompt_tokens - before.prompt_tokens
-    hits = (now.cached_tokens - before.cached_tokens) / prompt if prompt else 0.0
+    prompt = now.prefix_query_tokens - before.prefix_query_tokens
+    hits = (now.prefix_hit_tokens - before.prefix_hit_tokens) / prompt if prompt else 0.0
     used = 1 - now.pages_free / max(1, now.pages_total)
     return (
-        f"{now.running} running, {now.waiting} waiting | {rate('prompt_tokens'):.0f} prompt and "
+        f"{now.running} running, {now.waiting} waiting | "
+        f"{rate('prefix_query_tokens'):.0f} prompt and "
         f"{rate('generation_tokens'):.0f} output tokens/s | {rate('steps'):.1f} steps/s | KV "
         f"{used:.0%} used, {hits:.0%} of prompts cached | "
         f"{now.preemptions - before.preemptions} preempted"

@@ -86,8 +86,8 @@ class Stats:
     steps: int = 0
     requests: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
     generation_tokens: int = 0
 
 
@@ -173,6 +173,8 @@ class FakeEngine:
         while any(choice.finish is None for choice in choices):
             await self._gate.wait()
             await asyncio.sleep(0)
+            if self.state == "stopped":
+                raise EngineFailed("the engine has shut down")
             self.counts.steps += 1
             yield [choice.advance() for choice in choices if choice.finish is None]
 
@@ -194,7 +196,9 @@ class FakeEngine:
         return not self.open
 
     def shutdown(self):
+        """Open requests end with an error."""
         self.state = "stopped"
+        self.release()
 
 
 class _Choice:
