@@ -5,6 +5,10 @@
 collide with users' own.
 """
 
+import importlib.util
+import pathlib
+import sys
+
 import setuptools
 
 PACKAGE_DIR = {
@@ -24,6 +28,46 @@ def packages():
     return sorted(p for p in set(found) if "__pycache__" not in p)
 
 
+NATIVE_SOURCES = [
+    "pallas_kernels/native.cc",
+    "pallas_kernels/linear/cpu_floats.cc",
+    "pallas_kernels/linear/cpu_groups.cc",
+    "pallas_kernels/linear/cpu_groups_avx512.cc",
+]
+
+
+def native_extension():
+    """[the native CPU operations], or [] without XLA's headers, which come with jaxlib.
+
+    Optional: where it cannot be compiled the install goes on without it, and jaxserve runs on XLA
+    alone. Processor features are chosen when it runs, so one build serves every x86-64.
+    """
+    jaxlib = importlib.util.find_spec("jaxlib")
+    headers = pathlib.Path(jaxlib.origin).parent / "include" if jaxlib else None
+    if headers is None or not (headers / "xla" / "ffi" / "api" / "ffi.h").exists():
+        print("jaxserve: no jaxlib headers, building without native CPU operations", file=sys.stderr)
+        return []
+    return [
+        setuptools.Extension(
+            "jaxserve.pallas_kernels._native",
+            sources=NATIVE_SOURCES,
+            depends=["pallas_kernels/native.h", "pallas_kernels/linear/cpu_groups.h"],
+            language="c++",
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-g0",
+                "-ffp-contract=fast",  # multiply-adds are fused wherever the processor can
+                "-Wno-psabi",
+                "-Wno-maybe-uninitialized",
+                f"-isystem{headers}",
+            ],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+
+
 setuptools.setup(
     name="jaxserve",
     version="0.1.0",
@@ -31,7 +75,8 @@ setuptools.setup(
     python_requires=">=3.11",
     packages=packages(),
     package_dir=PACKAGE_DIR,
-    package_data={"": ["*.json", "*.toml", "*.cc"]},
+    package_data={"": ["*.json", "*.toml", "*.cc", "*.h"]},
+    ext_modules=native_extension(),
     install_requires=[
         "absl-py>=2.1",
         "fastapi>=0.115",

@@ -1,0 +1,85 @@
+// What the native CPU operations share: which instructions to use, threads, scratch memory.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define JAXSERVE_X86 1
+#include <immintrin.h>
+#define JAXSERVE_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define JAXSERVE_AVX512 \
+  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define JAXSERVE_AMX                                                                    \
+  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni," \
+                        "avx512bf16,amx-tile,amx-int8,amx-bf16")))
+#endif
+
+namespace jaxserve {
+
+// Instruction sets, each containing those before it.
+enum class Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+
+// The best this processor and kernel offer (asks for AMX permission the first time).
+Isa BestIsa();
+
+// A call's `isa` attribute: -1 for the best; more than the processor has is cut down to it.
+inline Isa ChooseIsa(int64_t wanted) {
+  int best = static_cast<int>(BestIsa());
+  return static_cast<Isa>(wanted < 0 || wanted > best ? best : static_cast<int>(wanted));
+}
+
+// The processors this process may run on: the caller and NumThreads() - 1 workers.
+int NumThreads();
+
+namespace internal {
+using Task = void (*)(const void* context, int64_t index, int thread);
+void Run(int64_t count, Task task, const void* context);
+}  // namespace internal
+
+// One operation at a time owns the workers and the scratch memory. Where another one is running
+// already (two executions in one process), its caller works alone, with memory of its own.
+// While a Team lives its threads round alike: numbers below the normal range count as zero.
+class Team {
+ public:
+  Team();
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // Calls work(index, thread) for each index in [0, count), in any order, on all threads, and
+  // returns when all are done. thread is in [0, NumThreads()).
+  template <typename Work>
+  void ForEach(int64_t count, const Work& work) const {
+    if (!owner_ || count <= 1) {
+      for (int64_t i = 0; i < count; ++i) work(i, 0);
+      return;
+    }
+    internal::Run(
+        count,
+        [](const void* context, int64_t index, int thread) {
+          (*static_cast<const Work*>(context))(index, thread);
+        },
+        &work);
+  }
+
+  // Uninitialised memory, 64-byte aligned, until this Team ends. One block: ask once for all.
+  template <typename T>
+  T* Scratch(size_t count) {
+    static_assert(std::is_trivial_v<T>);
+    return static_cast<T*>(Allocate(count * sizeof(T)));
+  }
+
+ private:
+  void* Allocate(size_t bytes);
+  bool owner_;
+  unsigned saved_mode_;
+  void* own_ = nullptr;
+};
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline size_t Align64(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
+
+}  // namespace jaxserve

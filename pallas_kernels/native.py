@@ -1,0 +1,59 @@
+"""The native library: C++ operations for the CPU, built by setup.py where a compiler was at hand.
+
+`load` finds the library beside this file, registers its functions with XLA and says why not if it
+cannot; every caller has a reference to fall back on.
+"""
+
+import ctypes
+import functools
+import pathlib
+import sysconfig
+
+import jax
+
+ISAS = ("plain", "avx2", "avx512", "amx")  # each contains those before it; native.h's order
+TARGETS = ("jaxserve_linear_floats", "jaxserve_linear_groups")
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """(library, "") with its functions registered, or (None, why there is none)."""
+    path = pathlib.Path(__file__).with_name("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
+    if not path.exists():
+        return None, "no native library: jaxserve was installed without a C++ compiler"
+    try:
+        library = ctypes.CDLL(str(path))
+        for name in TARGETS:
+            handler = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    except Exception as error:  # another jax's ABI, a missing symbol, a broken file: all the same
+        return None, f"native library not usable, reinstall jaxserve: {error}"
+    return library, ""
+
+
+def available() -> bool:
+    """Whether the native operations can run."""
+    return load()[0] is not None
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets this machine has, the best last; () without the library."""
+    library, _ = load()
+    return ISAS[: library.jaxserve_best_isa() + 1] if library else ()
+
+
+def isa_code(isa: str | None) -> int:
+    """A call's `isa` attribute: None for the best. ValueError for one this machine has not."""
+    if isa is None:
+        return -1
+    if isa not in isas():
+        raise ValueError(f"instruction set {isa!r}: this machine has {', '.join(isas())}")
+    return ISAS.index(isa)
+
+
+def describe() -> str:
+    """One line for start-up messages and bug reports."""
+    library, why = load()
+    if library is None:
+        return why
+    return f"native CPU operations: {isas()[-1]}, {library.jaxserve_num_threads()} threads"
