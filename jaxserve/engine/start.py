@@ -21,6 +21,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
 from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
+from jaxserve.models.sources import default_cache_dir
 from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.scheduler import Scheduler
@@ -151,7 +152,7 @@ def use_compile_cache(config: EngineConfig, cache_dir: pathlib.Path | None) -> N
     to other versions; a folder for each kind of machine keeps foreign instructions out."""
     if config.compile_cache == "off":
         return
-    base = config.compile_cache or (cache_dir or models.default_cache_dir()) / "programs"
+    base = config.compile_cache or (cache_dir or default_cache_dir()) / "programs"
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(base) / _machine_id()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,160 @@
+"""A whole engine on a tiny model, without a tokenizer: ids in, ids out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+
+from jaxserve import models
+from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.output import OutputStage
+from jaxserve.engine.runner import Runner, RunnerShape
+from jaxserve.engine.step import StepSpec
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.types import Request, SamplingParams
+
+VOCAB = 384
+MAX_LEN = 256
+
+
+class IdTokenizer:
+    """Stands in where text does not matter: token i is the text 'i '."""
+
+    vocab_size = VOCAB
+    drops_first_space = False
+    _table = tuple(f"{i} ".encode() for i in range(VOCAB))
+
+    def table(self, skip_special_tokens=True):
+        return self._table
+
+
+@functools.cache
+def load(folder, attention: str, linear: str, stacked: bool):
+    backend = models.Backend(attention=attention, linear=linear, stacked=stacked)
+    return models.load(folder, weight_dtype="float32", backend=backend)
+
+
+@functools.cache
+def runner_for(folder, backend, num_slots, bucket, num_pages, page_size, deterministic) -> Runner:
+    """Compiled once for each shape; reset() between engines."""
+    model = load(folder, *backend)
+    shape = RunnerShape(
+        num_slots=num_slots,
+        token_budget=bucket,
+        max_model_len=MAX_LEN,
+        num_pages=num_pages,
+        kv_spec=model.config.kv_spec(page_size, jnp.dtype("float32")),
+        deterministic=deterministic,
+    )
+    spec = StepSpec(model.family, model.config, model.config.backend.attention, VOCAB)
+    runner = Runner(spec, model.params, shape, frozenset())
+    runner.compile()
+    return runner
+
+
+class Clock:
+    """Time that moves by one second a reading."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def make_core(
+    folder,
+    *,
+    backend=("reference", "reference", False),
+    num_slots=8,
+    bucket=64,
+    budget=None,
+    num_pages=160,
+    page_size=16,
+    pool_pages=None,
+    pipelined=True,
+    deterministic=True,
+    eos_ids=(),
+    runner=None,
+    **settings,
+) -> EngineCore:
+    """bucket: T the programs are compiled for; budget: tokens the scheduler puts in a step.
+
+    pool_pages: pages the scheduler may use, to make them short without compiling again.
+    """
+    compiled = runner or runner_for(
+        folder, backend, num_slots, bucket, num_pages, page_size, deterministic
+    )
+    if runner is None:
+        compiled.reset()
+    config = EngineConfig(
+        num_slots=num_slots,
+        token_budget=budget or bucket,
+        num_pages=pool_pages or num_pages,
+        page_size=page_size,
+        max_model_len=MAX_LEN,
+        **settings,
+    )
+    scheduler = Scheduler.from_config(
+        config, SchedulerConfig(), eos_ids=eos_ids, vocab_size=VOCAB, cache_key=b"test"
+    )
+    return EngineCore(scheduler, compiled, OutputStage(IdTokenizer()), Clock(), pipelined=pipelined)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What one choice got."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    error: Exception | None = None
+    cached: int = 0
+    prompt_logprobs: list | None = None
+
+
+def collect(core: EngineCore, answers: dict, outputs) -> None:
+    for request_id, delta in outputs:
+        answer = answers.setdefault((request_id, delta.index), Answer())
+        assert answer.finish is None, "news of a choice that has ended"
+        answer.tokens += delta.token_ids
+        answer.logprobs += delta.logprobs or []
+        answer.text += delta.text
+        answer.cached = max(answer.cached, delta.num_cached_tokens)
+        answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
+        answer.error = delta.error
+        answer.finish = delta.finish_reason
+
+
+def run(core: EngineCore, requests, *, arrivals=None, between=None) -> dict:
+    """Runs requests to their ends; {(id, choice): Answer}. arrivals: step each one comes at.
+
+    between(core, step): called before each step. Leaves the core idle, with nothing held.
+    """
+    arrivals = arrivals or [0] * len(requests)
+    waiting = sorted(zip(arrivals, range(len(requests))), reverse=True)
+    answers, step = {}, 0
+    while waiting or core.has_work:
+        while waiting and waiting[-1][0] <= step:
+            core.add(requests[waiting.pop()[1]])
+        if between:
+            collect(core, answers, between(core, step) or [])
+        collect(core, answers, core.step())
+        core.scheduler.check_invariants()
+        step += 1
+        assert step < 20_000, "the engine does not come to an end"
+    assert core.output.num_open == 0
+    stats = core.scheduler.stats()
+    assert stats.pages_free == stats.pages_total and stats.running == stats.waiting == 0
+    return answers
+
+
+def request(name, prompt_ids, **params) -> Request:
+    seed = params.get("seed") or 0
+    params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, **params}
+    return Request(str(name), tuple(prompt_ids), SamplingParams(**params), seed=seed)

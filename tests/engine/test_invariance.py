@@ -1,0 +1,137 @@
+"""The promise: a request's tokens do not depend on its company, its chunks or its history.
+
+Compared to the bit, tokens and log-probabilities, in float32 with one pinned step shape.
+"""
+
+import numpy as np
+import pytest
+
+from jaxserve.types import FinishReason
+from tests.engine.harness import VOCAB, make_core, request, run
+
+RNG = np.random.default_rng(7)
+PROMPT = RNG.integers(0, VOCAB, 75).tolist()
+SAMPLINGS = {
+    "greedy": {},
+    "seeded": dict(temperature=0.9, top_p=0.95, top_k=50, seed=42),
+    "penalised": dict(temperature=0.7, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
+}
+
+
+def subject(sampling, name="subject"):
+    return request(name, PROMPT, max_tokens=24, logprobs=2, **SAMPLINGS[sampling])
+
+
+def crowd(count=31):
+    """Requests of other lengths and samplings, some for the sampled program, some plain."""
+    rng = np.random.default_rng(1)
+    others = []
+    for i in range(count):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(1, 120)))
+        params = dict(max_tokens=int(rng.integers(1, 30)))
+        if i % 3:
+            params |= dict(temperature=1.0, seed=i, top_k=int(rng.integers(0, 40)))
+        if i % 5 == 0:
+            params |= dict(presence_penalty=1.0, min_tokens=1, n=2)
+        others.append(request(f"other{i}", prompt.tolist(), **params))
+    return others, rng.integers(0, 40, count).tolist()
+
+
+@pytest.fixture(scope="module", params=list(SAMPLINGS))
+def alone(request, tiny_model):
+    """(sampling, the answer that every other way must give)."""
+    core = make_core(tiny_model, pipelined=False)
+    answer = run(core, [subject(request.param)])["subject", 0]
+    assert len(answer.tokens) == 24 and answer.finish is FinishReason.LENGTH
+    return request.param, answer
+
+
+def same(answer, expected):
+    assert answer.tokens == expected.tokens
+    assert answer.logprobs == expected.logprobs  # floats, to the bit
+    assert answer.text == expected.text
+
+
+def test_pipelined_loop(alone, tiny_model):
+    sampling, expected = alone
+    same(run(make_core(tiny_model), [subject(sampling)])["subject", 0], expected)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_among_31_others(alone, tiny_model, pipelined):
+    sampling, expected = alone
+    others, arrivals = crowd()
+    core = make_core(tiny_model, pipelined=pipelined)
+    answers = run(core, [*others, subject(sampling)], arrivals=[*arrivals, 9])
+    same(answers["subject", 0], expected)
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 64])
+def test_chunk_sizes(alone, tiny_model, chunk):
+    sampling, expected = alone
+    same(run(make_core(tiny_model, budget=chunk), [subject(sampling)])["subject", 0], expected)
+
+
+def test_preempted_twice(alone, tiny_model):
+    sampling, expected = alone
+    core = make_core(tiny_model, prefix_caching=False)
+    preempted = []
+
+    def preempt(core, step):
+        """Takes the slot away after some output, twice."""
+        for sequence in [*core.scheduler.running()]:
+            if sequence.num_output in (5, 11) and sequence.num_output not in preempted:
+                preempted.append(sequence.num_output)
+                core.scheduler.preempt(sequence, "the test says so")
+
+    answers = run(core, [subject(sampling)], between=preempt)
+    assert core.scheduler.stats().preemptions == 2
+    same(answers["subject", 0], expected)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_page_shortage(alone, tiny_model, prefix_caching):
+    sampling, expected = alone
+    others, arrivals = crowd(12)
+    core = make_core(tiny_model, pool_pages=18, prefix_caching=prefix_caching)
+    answers = run(core, [subject(sampling), *others], arrivals=[3, *arrivals])
+    assert core.scheduler.stats().preemptions > 0
+    same(answers["subject", 0], expected)
+
+
+def test_prefix_miss_and_hit(alone, tiny_model):
+    sampling, expected = alone
+    core = make_core(tiny_model)
+    first = run(core, [subject(sampling, "first")])["first", 0]
+    second = run(core, [subject(sampling, "second")])["second", 0]
+    assert (first.cached, second.cached) == (0, 64)
+    same(first, expected)
+    same(second, expected)
+
+
+def test_slots_and_pages_used_before(alone, tiny_model):
+    sampling, expected = alone
+    core = make_core(tiny_model)
+    for count in (8, 3, 1, 5):
+        run(core, crowd(count)[0])
+    same(run(core, [subject(sampling)])["subject", 0], expected)
+
+
+def test_static_batching(alone, tiny_model):
+    sampling, expected = alone
+    others, arrivals = crowd(20)
+    core = make_core(tiny_model, batching="static")
+    answers = run(core, [*others, subject(sampling)], arrivals=[*arrivals, 0])
+    same(answers["subject", 0], expected)
+
+
+def test_choices_of_one_request(alone, tiny_model):
+    """n choices share the prompt's pages; each equals what its own seed gives."""
+    sampling, expected = alone
+    core = make_core(tiny_model)
+    params = dict(max_tokens=24, logprobs=2, n=3, **SAMPLINGS[sampling])
+    answers = run(core, [request("three", PROMPT, **params)])
+    same(answers["three", 0], expected)
+    assert [answers["three", i].cached for i in (1, 2)] == [64, 64]
+    others = [answers["three", i].tokens for i in (1, 2)]
+    assert all((tokens == expected.tokens) == (sampling == "greedy") for tokens in others)
