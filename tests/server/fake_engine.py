@@ -64,14 +64,14 @@ class ByteTokenizer:
         return max_tokens * 4
 
 
-def letter(prompt_ids, index, position) -> int:
+def letter(prompt_sum, index, position) -> int:
     """The output token that the fake model gives: a lower-case letter."""
-    return ord("a") + (sum(prompt_ids) + 7 * index + 3 * position) % 26
+    return ord("a") + (prompt_sum + 7 * index + 3 * position) % 26
 
 
 def text_of(prompt_ids, count, index=0) -> str:
     """What `count` tokens of one choice read as."""
-    return "".join(chr(letter(prompt_ids, index, i)) for i in range(count))
+    return "".join(chr(letter(sum(prompt_ids), index, i)) for i in range(count))
 
 
 @dataclasses.dataclass
@@ -204,6 +204,7 @@ class FakeEngine:
 class _Choice:
     def __init__(self, engine, call, index, limit):
         self.engine, self.call, self.index, self.limit = engine, call, index, limit
+        self.prompt_sum = sum(call.prompt_ids)
         prompt = engine.tokenizer.decode(call.prompt_ids)
         self.script = next((data for key, data in engine.scripts.items() if key in prompt), None)
         self.tokens, self.text, self.sent = [], b"", 0
@@ -239,7 +240,7 @@ class _Choice:
         elif self.script is not None:
             token = self.script[position]
         else:
-            token = letter(self.call.prompt_ids, self.index, position)
+            token = letter(self.prompt_sum, self.index, position)
             while self.call.params.logit_bias.get(token) == -100:
                 token += 1
         self.tokens.append(token)

@@ -1,0 +1,138 @@
+"""Metrics, the load line, and what errors and logs must never tell."""
+
+import logging
+import re
+
+import pytest
+from conftest import Client
+from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+from test_completions import error_of
+
+from jaxserve.obs.metrics import Metrics
+from jaxserve.server import report
+
+
+def scrape(client):
+    """{(series, labels): value}"""
+    text = client.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples, name, **labels):
+    return samples[name, tuple(sorted(labels.items()))]
+
+
+def test_requests_are_counted_and_timed_under_both_names(client):
+    client.complete(prompt="a", max_tokens=3)
+    client.complete(prompt="a", max_tokens=5, stream=True)
+    samples = scrape(client)
+    for prefix, labels in (("jaxserve:", {}), ("vllm:", {"model_name": "fake-model"})):
+        count = lambda name, **more: value(samples, prefix + name, **labels, **more)  # noqa: B023
+        assert count("request_success_total", finished_reason="length") == 2
+        assert count("request_success_total", finished_reason="abort") == 0
+        assert count("time_to_first_token_seconds_count") == 2
+        assert count("inter_token_latency_seconds_count") == 2
+        assert count("e2e_request_latency_seconds_count") == 2
+        assert count("request_generation_tokens_sum") == 8
+        assert count("num_requests_running") == 0
+    assert value(samples, "jaxserve:kv_pages_free") == 100
+    assert value(samples, "vllm:kv_cache_usage_perc", model_name="fake-model") == 0
+
+
+def test_labels_are_bounded_whatever_clients_send(client):
+    client.complete(prompt="a", max_tokens=1)
+    client.get("/nowhere/0")
+    client.post("/v1/completions", {"model": "m", "prompt": "a"})
+    before = len(client.get("/metrics").text.splitlines())
+    for i in range(50):
+        client.get(f"/nowhere/{i}")
+        client.post("/v1/completions", {"model": f"m{i}", "prompt": "a", "user": f"u{i}"})
+    assert len(client.get("/metrics").text.splitlines()) <= before + 2  # 200 of /metrics itself
+
+
+def test_ends_by_reason(engine, client):
+    engine.expire_at = 1
+    client.complete(prompt="a")
+    engine.expire_at, engine.fail_at = None, 2
+    client.complete(prompt="a")
+    samples = scrape(client)
+    for reason, count in (("timeout", 1), ("error", 1), ("length", 0), ("stop", 0)):
+        name = "jaxserve:request_success_total"
+        assert value(samples, name, finished_reason=reason) == count
+
+
+def test_steps_are_observed_by_kind():
+    metrics = Metrics(FakeEngine().stats, "m")
+
+    class Plan:
+        num_decode, num_rows, num_tokens = 2, 2, 2
+
+    metrics.on_step(Plan, 0.01)
+    Plan.num_rows = 3
+    metrics.on_step(Plan, 0.01)
+    text, kind = metrics.render()
+    assert kind.startswith("text/plain")
+    for step in ("decode", "mixed"):
+        assert f'jaxserve:step_seconds_count{{kind="{step}"}} 1.0'.encode() in text
+
+
+def test_the_load_line():
+    engine = FakeEngine()
+    before = engine.stats()
+    engine.counts.steps, engine.counts.generation_tokens = 50, 400
+    engine.counts.prefix_query_tokens, engine.counts.prefix_hit_tokens = 1000, 250
+    engine.counts.pages_free, engine.counts.waiting, engine.counts.running = 25, 3, 4
+    assert report.line(before, engine.stats(), 10.0) == (
+        "4 running, 3 waiting | 100 prompt and 40 output tokens/s | 5.0 steps/s | "
+        "KV 75% used, 25% of prompts cached | 0 preempted"
+    )
+
+
+MARKER = "zq7-secret-marker"
+INSIDES = re.compile(r"0x[0-9a-f]{6,}|Traceback|File \"|site-packages|/work|/root|/home|\.py\b")
+
+
+def provocations(client, engine):
+    user = f"{MARKER}\nINFO fake log line"
+    yield client.complete(prompt=MARKER, user=user, temperature="x")
+    yield client.complete(prompt={"a": MARKER})
+    yield client.get(f"/{MARKER}%0aINFO%20fake")
+    yield client.post("/v1/completions", content=f'{{"prompt": "{MARKER}'.encode())
+    yield client.chat(messages=[{"role": MARKER, "content": MARKER}])
+    engine.fail_at = 1
+    yield client.complete(prompt=MARKER)
+    engine.fail_at = None
+    engine.tokenizer.encode = lambda *a, **k: 1 / 0 if MARKER in a[0] else [1]
+    yield client.complete(prompt=MARKER)
+
+
+def test_errors_tell_no_insides_and_logs_no_prompts(caplog):
+    caplog.set_level(logging.INFO)
+    engine = FakeEngine()
+    client = Client(engine)
+    for response in provocations(client, engine):
+        assert response.status_code >= 400
+        assert not INSIDES.search(response.text), response.text
+        assert "\n" not in response.text
+    ours = [record for record in caplog.records if not record.name.startswith("httpx")]
+    assert len(ours) == 2 and not any(MARKER in caplog.handler.format(record) for record in ours)
+
+
+def test_a_fault_of_ours_is_a_500_with_an_id(client, engine, caplog, monkeypatch):
+    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    response = client.complete(prompt="a")
+    error = error_of(response, 500)
+    request_id = response.headers["x-request-id"]
+    assert error["code"] == "internal_error" and request_id in error["message"]
+    assert f"request {request_id}: ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/nope"])
+def test_every_answer_has_a_request_id(client, path):
+    answers = [client.get(path), client.get(path)]
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 2
