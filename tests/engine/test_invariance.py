@@ -79,10 +79,10 @@ def test_preempted_twice(alone, tiny_model):
 
     def preempt(core, step):
         """Takes the slot away after some output, twice."""
-        for sequence in [*core.scheduler.running()]:
+        for sequence in core.scheduler._slots.running():
             if sequence.num_output in (5, 11) and sequence.num_output not in preempted:
                 preempted.append(sequence.num_output)
-                core.scheduler.preempt(sequence, "the test says so")
+                core.scheduler._preempt(sequence.slot, "the test says so")
 
     answers = run(core, [subject(sampling)], between=preempt)
     assert core.scheduler.stats().preemptions == 2
@@ -91,10 +91,11 @@ def test_preempted_twice(alone, tiny_model):
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_page_shortage(alone, tiny_model, prefix_caching):
+    """Everyone starts in a few pages and grows; the subject comes last, so it is a likely victim."""
     sampling, expected = alone
-    others, arrivals = crowd(12)
-    core = make_core(tiny_model, pool_pages=18, prefix_caching=prefix_caching)
-    answers = run(core, [subject(sampling), *others], arrivals=[3, *arrivals])
+    growing = [request(i, [i, 2, 3], max_tokens=90, temperature=1.0, seed=i) for i in range(6)]
+    core = make_core(tiny_model, pool_pages=22, prefix_caching=prefix_caching)
+    answers = run(core, [*growing, subject(sampling)], arrivals=[0] * 6 + [20])
     assert core.scheduler.stats().preemptions > 0
     same(answers["subject", 0], expected)
 
