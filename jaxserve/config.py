@@ -94,16 +94,52 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerConfig:
-    """Who is served first, and within which bounds."""
+    """Who is served first, and within which bounds. None turns a bound off."""
 
     policy: str = setting(
         "fcfs",
-        "Who goes first. fcfs: by arrival; priority: lower values; deadline: the earliest.",
-        choices=("fcfs", "priority", "deadline"),
+        "Who goes first. fcfs: by arrival; priority: lower values; deadline: the earliest; "
+        "vtc: the tenant that has had the least.",
+        choices=("fcfs", "priority", "deadline", "vtc"),
+    )
+    prefill_sharing: bool = setting(
+        True, "Share a step's prefill tokens: half for the oldest prompt, half for the shortest."
+    )
+    itl_target_ms: float | None = setting(
+        None, "Longest gap between two tokens of a stream to aim for, by smaller prefill chunks."
+    )
+    vtc_input_weight: float = setting(1.0, "Service of a prompt token, for fairness.")
+    vtc_output_weight: float = setting(2.0, "Service of an output token, for fairness.")
+    tenant_max_requests: int | None = setting(None, "Requests of one tenant open at once.")
+    tenant_requests_per_s: float | None = setting(None, "Requests a second of one tenant.")
+    tenant_burst_s: float = setting(10.0, "Seconds of that rate which may come at once.")
+    guard_queue_age_s: float | None = setting(
+        None, "When a sequence has queued this long, refuse arrivals of the lowest priority."
+    )
+    guard_itl_ratio: float | None = setting(
+        1.5, "When p99 of the gap between tokens exceeds --itl_target_ms by this, halve chunks."
+    )
+    guard_fairness_gap: float | None = setting(
+        None, "When tenants' service differs by this, refuse arrivals of the one that had the most."
+    )
+    guard_preemptions_per_min: float | None = setting(
+        120.0, "When more sequences a minute lose their place, pause admission."
+    )
+    guard_page_pressure: float | None = setting(
+        None, "When this part of the pages is in use, admissions leave a tenth of them free."
+    )
+    guard_static_after_s: float | None = setting(
+        None, "When two such signs last this long, fall back to static batching."
     )
 
     def validate(self) -> None:
         _check_choices(self)
+        _check_at_least(
+            self, itl_target_ms=1e-3, vtc_input_weight=0, vtc_output_weight=0,
+            tenant_max_requests=1, tenant_requests_per_s=1e-6, tenant_burst_s=0,
+            guard_queue_age_s=0, guard_itl_ratio=1, guard_fairness_gap=0,
+            guard_preemptions_per_min=0, guard_page_pressure=0, guard_static_after_s=0,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""How a step's prefill tokens are shared between the prompts that want them."""
+"""How many prefill tokens a step gets, and how they are shared between the prompts."""
 
 from __future__ import annotations
 
 import numpy as np
+
+MIN_CHUNK = 16  # prefill tokens of a step, however tight the target: prompts always advance
+FORGETTING = 0.98  # weight of a step's measurement one step later
 
 
 def share_prefill(pending_S: np.ndarray, budget: int) -> np.ndarray:
@@ -26,3 +29,51 @@ def share_prefill(pending_S: np.ndarray, budget: int) -> np.ndarray:
         left -= chunk_S[row]
     chunk_S[0] += min(pending_S[0] - chunk_S[0], left)
     return chunk_S
+
+
+def oldest_first(pending_S: np.ndarray, budget: int) -> np.ndarray:
+    """Tokens for each prompt, all to the oldest before the next gets any."""
+    before_S = np.cumsum(pending_S) - pending_S
+    return np.clip(budget - before_S, 0, pending_S).astype(pending_S.dtype)
+
+
+class ChunkBudget:
+    """Fits a step's tokens to the time that a stream may wait for its next one.
+
+    A step takes about overhead + tokens * cost. Both are fitted to the steps measured so far, the
+    latest counting most, by least squares; the budget is what the fit says takes target_s.
+    """
+
+    def __init__(self, most: int, target_s: float | None):
+        self.most = most
+        self.target_s = target_s
+        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens^2, tokens * seconds
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        if self.target_s is None:
+            return
+        self._sums *= FORGETTING
+        self._sums += (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+
+    def predict(self, tokens: int) -> float | None:
+        """Seconds of a step, None before there was one."""
+        if not self._sums[0]:
+            return None
+        overhead, cost = self._fit()
+        return overhead + tokens * cost
+
+    def tokens(self, num_decode: int) -> int:
+        """Tokens of a step that has num_decode decoding rows, those included."""
+        if self.target_s is None or not self._sums[0]:
+            return self.most
+        overhead, cost = self._fit()
+        fits = int((self.target_s - overhead) / cost) if cost > 0 else self.most
+        return min(self.most, max(fits, num_decode + MIN_CHUNK))
+
+    def _fit(self) -> tuple[float, float]:
+        weight, x, y, xx, xy = self._sums
+        spread = xx / weight - (x / weight) ** 2
+        if spread < 1.0:  # steps of one size say nothing of the slope: assume no overhead
+            return 0.0, y / x
+        cost = max(0.0, (xy / weight - x * y / weight**2) / spread)
+        return max(0.0, (y - cost * x) / weight), cost

@@ -46,6 +46,8 @@ class StepPlan:
     admitted: tuple[Decision, ...] = ()
     preempted: tuple[Decision, ...] = ()
     waiting: tuple[Decision, ...] = ()  # the head of the queue and why it did not run
+    guard: tuple[str, ...] = ()  # signs raised and lowered since the last plan
+    budget: int = 0  # tokens that the step might have had
 
     @property
     def num_rows(self) -> int:

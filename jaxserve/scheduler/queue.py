@@ -1,10 +1,12 @@
-"""WaitingQueue: sequences without a slot, in the policy's order."""
+"""Queues of sequences without a slot: one in a policy's order, and one fair between tenants."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator
 
+from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.types import Sequence
 
 
@@ -27,6 +29,10 @@ class WaitingQueue:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.serial in self._waiting
+
+    def entered_first(self) -> Iterator[Sequence]:
+        """The one that has been in the queue longest, if any."""
+        return itertools.islice(self, 1)
 
     def push(self, sequence: Sequence) -> None:
         assert sequence.serial not in self._waiting
@@ -54,3 +60,72 @@ class WaitingQueue:
     def _is_waiting(self, entry: tuple[tuple, int, Sequence]) -> bool:
         _, number, sequence = entry
         return self._waiting.get(sequence.serial, (None,))[0] == number
+
+
+class FairQueue:
+    """A WaitingQueue for each tenant; the tenant that has had the least service is next.
+
+    A waiting tenant's counter only grows, so its entry in the heap of tenants may be too low but
+    never too high: it is brought up to date when it surfaces.
+    """
+
+    def __init__(self, key: Callable[[Sequence], tuple], ledger: ServiceLedger):
+        self._key = key
+        self._ledger = ledger
+        self._queues: dict[int, WaitingQueue] = {}  # by tenant number; never empty ones
+        self._heap: list[tuple[float, int, int]] = []  # (service when pushed, tenant, entry)
+        self._entry_of: dict[int, int] = {}  # tenant -> its valid entry; others are ghosts
+        self._entries = 0
+        self._length = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def entered_first(self) -> Iterator[Sequence]:
+        """Of each tenant, the one that has been in the queue longest."""
+        for queue in self._queues.values():
+            yield from queue.entered_first()
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        queue = self._queues.get(self._ledger.number(sequence.request.tenant))
+        return queue is not None and sequence in queue
+
+    def push(self, sequence: Sequence) -> None:
+        tenant = self._ledger.number(sequence.request.tenant)
+        if tenant not in self._queues:
+            self._queues[tenant] = WaitingQueue(self._key)
+            self._entries += 1
+            self._entry_of[tenant] = self._entries
+            heapq.heappush(self._heap, (self._ledger.service_U[tenant], tenant, self._entries))
+        self._queues[tenant].push(sequence)
+        self._length += 1
+        self.num_tokens += len(sequence.tokens)
+
+    def peek(self) -> Sequence | None:
+        """The first of the tenant with the smallest counter."""
+        while self._heap:
+            service, tenant, entry = self._heap[0]
+            if self._entry_of.get(tenant) != entry:
+                heapq.heappop(self._heap)
+            elif service < self._ledger.service_U[tenant]:
+                heapq.heapreplace(self._heap, (self._ledger.service_U[tenant], tenant, entry))
+            else:
+                return self._queues[tenant].peek()
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        tenant = self._ledger.number(sequence.request.tenant)
+        queue = self._queues[tenant]
+        queue.remove(sequence)
+        self._length -= 1
+        self.num_tokens -= len(sequence.tokens)
+        if not len(queue):
+            del self._queues[tenant], self._entry_of[tenant]
+            if len(self._heap) > 2 * len(self._queues) + 64:
+                self._heap = [e for e in self._heap if self._entry_of.get(e[1]) == e[2]]
+                heapq.heapify(self._heap)

@@ -30,15 +30,19 @@ import numpy as np
 from jaxserve.cache.page_pool import PagePool
 from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.scheduler import policy as policies
-from jaxserve.scheduler.budget import share_prefill
+from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
+from jaxserve.scheduler.fairness import ServiceLedger
+from jaxserve.scheduler.gate import Gate, Rate
+from jaxserve.scheduler.guard import Action, Guard
 from jaxserve.scheduler.limits import Limits
-from jaxserve.scheduler.plan import ON_DEVICE, Decision, StepPlan
-from jaxserve.scheduler.queue import WaitingQueue
+from jaxserve.scheduler.plan import Decision, StepPlan
+from jaxserve.scheduler.policy import POLICIES
+from jaxserve.scheduler.preemption import choose_victim, evictable, pages_freed
+from jaxserve.scheduler.queue import FairQueue, WaitingQueue
+from jaxserve.scheduler.rows import assemble, attach_logprobs, choose_rows, scores_from
 from jaxserve.scheduler.slots import SlotArray
 from jaxserve.types import (
     FinishReason,
-    PromptScores,
     Request,
     RequestRefused,
     Sequence,
@@ -58,6 +62,9 @@ class Stats:
     pages_total: int = 0
     pages_free: int = 0  # free, or idle in the prefix cache
     pages_idle: int = 0
+    fairness_gap: float = 0.0  # of service, between tenants that wait
+    guard_actions: tuple[str, ...] = ()
+    guard_changes: int = 0
     steps: int = 0
     requests: int = 0
     refusals: int = 0
@@ -80,12 +87,21 @@ class Scheduler:
         config = config or SchedulerConfig()
         self.limits = limits
         self.config = config
+        self._policy = POLICIES[config.policy]
         self._stats = Stats(slots=limits.num_slots, pages_total=limits.num_pages - 1)
-        self._key = policies.KEYS[config.policy]
+        self._ledger = ServiceLedger(config.vtc_input_weight, config.vtc_output_weight)
+        self._gate = Gate(limits, config)
+        self._guard = Guard(config)
+        target_ms = config.itl_target_ms
+        self._budget = ChunkBudget(limits.token_budget, target_ms and target_ms / 1000)
+        self._share = share_prefill if config.prefill_sharing else oldest_first
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(self._pool, limits.page_size, cache_key)
         self._slots = SlotArray(limits.num_slots, limits.pages_per_row)
-        self._queue = WaitingQueue(self._key)
+        if self._policy.fair:
+            self._queue = FairQueue(self._policy.key, self._ledger)
+        else:
+            self._queue = WaitingQueue(self._policy.key)
         self._open: dict[str, list[Sequence]] = {}  # request id -> choices that have not ended
         self._followers: dict[str, list[Sequence]] = {}  # choices 2..n, until the first's prompt
         self._deadlines: list[tuple[float, int, Request]] = []  # heap; outlives its requests
@@ -96,6 +112,11 @@ class Scheduler:
         self._watched_V = np.zeros(limits.vocab_size, np.int32)
         self._eos = frozenset(limits.eos_ids)
         self._watched_V[list(self._eos)] = 1
+        self._planned_at: dict[int, float] = {}  # steps in flight
+        self._absorbed_at = 0.0
+        self._gaps_s = np.zeros(256)  # of the latest steps with decoding rows, as a ring
+        self._num_gaps = 0
+        self._preemption_rate = Rate(window_s=60.0)
 
     @classmethod
     def from_config(
@@ -152,18 +173,18 @@ class Scheduler:
             waiting_tokens=self._queue.num_tokens,
             pages_free=self._pool.num_available,
             pages_idle=self._pool.num_idle,
+            fairness_gap=self._ledger.gap(),
+            guard_actions=tuple(sorted(action.value for action in self._guard.actions)),
+            guard_changes=self._guard.num_changes,
         )
 
     # What clients do
 
     def add(self, request: Request) -> None:
         """Queues the request's n choices. Raises RequestRefused, with the request untouched, when
-        it can never run here or the queue is full."""
+        it can never run here, or not now."""
         try:
-            if request.id in self._open:
-                raise RequestRefused(f"request id {request.id!r} is in use", param="request_id")
-            self.limits.check(request)
-            self._check_queue(request)
+            self._check(request)
         except RequestRefused:
             self._stats.refusals += 1
             raise
@@ -174,11 +195,34 @@ class Scheduler:
             choices.append(Sequence(request, index, total, self._serial))
             self._serial += 1
         self._open[request.id] = choices
-        self._queue.push(choices[0])
+        self._gate.opened(request)
+        self._ledger.opened(self._ledger.number(request.tenant), len(choices))
+        self._enqueue(choices[0])
         if len(choices) > 1:
             self._followers[request.id] = choices[1:]
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, choices[0].serial, request))
+
+    def _check(self, request: Request) -> None:
+        if request.id in self._open:
+            raise RequestRefused(f"request id {request.id!r} is in use", param="request_id")
+        self.limits.check(request)
+        self._gate.check(request, self.num_waiting, self._queue.num_tokens)
+        if not self._guard.actions:
+            return
+        worst = max(map(self._policy.standing, self._queue), default=0)
+        sheds = Action.SHED_LOWEST in self._guard.actions and (
+            self._policy.standing(Sequence(request, 0, 0)) >= worst
+        )
+        greedy = Action.SHED_GREEDIEST in self._guard.actions and (
+            self._ledger.is_greediest(request.tenant)
+        )
+        if sheds or greedy:
+            raise RequestRefused(
+                "the engine is overloaded; try again later",
+                code="queue_full",
+                retry_after=self._gate.retry_after(self.num_waiting, request.arrival),
+            )
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """Ends what is left of the request. An unknown or ended id is harmless."""
@@ -196,6 +240,16 @@ class Scheduler:
         events = []
         for request_id in list(self._open):
             events += self._end_all(request_id, FinishReason.ERROR, error)
+        self._forget_pool()
+        return events
+
+    def fail_running(self, error: Exception) -> list[TokenEvent]:
+        """The KV pool is lost: ends what ran with ERROR; what waits goes on with the next pool."""
+        events = []
+        for sequence in self._slots.running():
+            self._end(sequence, FinishReason.ERROR)
+            events.append(TokenEvent(sequence, None, FinishReason.ERROR, error=error))
+        self._forget_pool()
         return events
 
     def requeue_all(self) -> None:
@@ -203,7 +257,11 @@ class Scheduler:
         nothing in the prefix cache is true any more. Plans in flight come to nothing."""
         for slot in np.flatnonzero(self._slots.active_N).tolist():
             self._preempt(slot, "the KV pool was rebuilt")
+        self._forget_pool()
+
+    def _forget_pool(self) -> None:
         self._cache.clear()
+        self._planned_at.clear()
 
     def take_events(self) -> list[TokenEvent]:
         """Ends that no step brought (deadlines that passed in plan). absorb returns them too, so
@@ -216,13 +274,30 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when no row has anything to compute."""
         self._expire(now)
-        self._grow()
-        admits, admitted, waiting = self._admit()
-        decode, prefill, chunks = self._choose_rows()
+        changes = self._watch_signs(now)
+        self._grow(now)
+        admits, admitted, waiting = self._admit(now)
+        decode, prefill = choose_rows(self._slots, self.limits.page_size)
         if not len(decode) and not len(prefill):
             return None
+        budget = self._tokens_of_step(len(decode))
+        chunks = self._share(self._slots.pending(prefill), budget - len(decode))
+        self._stats.steps += 1
+        self._planned_at[self._stats.steps] = now
         preempted, self._preempted = tuple(self._preempted), []
-        return self._assemble(decode, prefill, chunks, admits, admitted, preempted, waiting)
+        return assemble(
+            self._slots,
+            decode,
+            prefill[chunks > 0],
+            chunks[chunks > 0],
+            step=self._stats.steps,
+            admits=admits,
+            admitted=admitted,
+            preempted=preempted,
+            waiting=waiting,
+            guard=changes,
+            budget=budget,
+        )
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -231,13 +306,12 @@ class Scheduler:
             if choices and choices[0].request is request:  # an id may be in use again
                 self._events += self._end_all(request.id, FinishReason.TIMEOUT)
 
-    def _grow(self) -> None:
+    def _grow(self, now: float) -> None:
         """A page for each decoding row whose next token begins one."""
-        slots, size = self._slots, self.limits.page_size
-        pending_N = slots.tokens_N - slots.planned_N
+        slots = self._slots
         needs_N = (
-            (pending_N == 1)
-            & (slots.planned_N == slots.num_pages_N * size)
+            (slots.tokens_N - slots.planned_N == 1)
+            & (slots.planned_N == slots.num_pages_N * self.limits.page_size)
             & (slots.tokens_N < slots.stop_at_N)
         )
         needy = np.flatnonzero(needs_N)
@@ -245,62 +319,44 @@ class Scheduler:
             return
         pages = self._pool.reserve(len(needy))
         if pages is not None:
-            self._attach(needy, pages)
+            slots.attach_page(needy, pages)
             return
-        for slot in sorted(needy.tolist(), key=lambda slot: self._key(slots.sequence_N[slot])):
-            self._grow_in_shortage(slot)
+        for slot in sorted(
+            needy.tolist(), key=lambda slot: self._policy.key(slots.sequence_N[slot])
+        ):
+            self._grow_in_shortage(slot, now)
 
-    def _grow_in_shortage(self, slot: int) -> None:
+    def _grow_in_shortage(self, slot: int, now: float) -> None:
         """One page for one row, at others' cost. A row that gets none sits this step out."""
-        while self._slots.active_N[slot]:  # it may be a victim itself
+        slots = self._slots
+        while slots.active_N[slot]:  # it may be a victim itself
             page = self._pool.reserve(1)
             if page is not None:
-                self._attach([slot], page)
+                slots.attach_page([slot], page)
                 return
-            victim = self._choose_victim()
+            standing = self._policy.standing(slots.sequence_N[slot])
+            candidates = evictable(slots, self._policy)
+            candidates = [
+                c for c in candidates if self._policy.standing(slots.sequence_N[c]) >= standing
+            ]
+            victim = choose_victim(slots, self._pool, self._policy, candidates)
             if victim is None:
                 return
-            self._preempt(victim, "another row needed its pages")
+            self._preempt(victim, f"slot {slot} needed its pages", now)
 
-    def _attach(self, slots, pages: list[int]) -> None:
-        self._slots.page_table_NP[slots, self._slots.num_pages_N[slots]] = pages
-        self._slots.num_pages_N[slots] += 1
-
-    def _choose_victim(self) -> int | None:
-        """The slot whose eviction costs the least recomputation for each page it frees.
-
-        Never the row that the policy serves first, so something always gets done; never a row that
-        came back and has not advanced since, so nobody is evicted twice for nothing. Such a row has
-        pages for every token it has, hence can advance without a new one.
-        """
-        slots = self._slots
-        running = np.flatnonzero(slots.active_N).tolist()
-        first = min(running, key=lambda slot: self._key(slots.sequence_N[slot]))
-        best, best_cost = None, None
-        for slot in running:
-            if slot == first or slots.known_N[slot] <= slots.must_pass_N[slot]:
-                continue
-            if slots.tokens_N[slot] >= slots.stop_at_N[slot]:
-                continue  # its last token is on its way, and all its pages come free with it
-            held = slots.page_table_NP[slot, : slots.num_pages_N[slot]]
-            freed = np.count_nonzero(self._pool.references_G[held] == 1)
-            if not freed:
-                continue
-            cost = (slots.planned_N[slot] / freed, -slots.order_N[slot])
-            if best is None or cost < best_cost:
-                best, best_cost = slot, cost
-        return best
-
-    def _preempt(self, slot: int, reason: str) -> None:
+    def _preempt(self, slot: int, reason: str, now: float | None = None) -> None:
+        """Back to the queue, tokens kept; its KV is computed again, or found, when it returns."""
         sequence = self._slots.sequence_N[slot]
         self._vacate(sequence)
         sequence.must_pass = len(sequence.tokens)
         sequence.num_preemptions += 1
         self._stats.preemptions += 1
-        self._queue.push(sequence)
+        if now is not None:
+            self._preemption_rate.add(1, now)
+        self._enqueue(sequence)
         self._preempted.append(Decision(sequence.id, reason))
 
-    def _admit(self):
+    def _admit(self, now: float):
         """Fills free slots from the queue, in the policy's order, while pages last.
 
         Nobody overtakes the head of the queue: a large request that waits for pages gets them.
@@ -310,43 +366,58 @@ class Scheduler:
         head = self._queue.peek()
         if head is None:
             return (), (), ()
-        if self.limits.batching == "static" and self._slots.num_running:
-            return (), (), (Decision(head.id, "the static batch is still running"),)
-        why_not = None
+        why_not = self._why_closed()
         while head is not None and why_not is None:
-            if not self._slots.num_free:
-                why_not = "every slot is taken"
-                break
             why_not = self._admit_one(head, admits, admitted)
+            if why_not is not None and self._make_room(head, now):
+                why_not = self._admit_one(head, admits, admitted)
             if why_not is None:
                 head = self._queue.peek()
+        if admits:
+            self._gate.drained(len(admits), now)
         waiting = () if head is None else (Decision(head.id, why_not),)
         return tuple(admits), tuple(admitted), waiting
 
+    def _why_closed(self) -> str | None:
+        """Why nobody at all is admitted now."""
+        if not self._slots.num_running:
+            return None
+        if self.limits.batching == "static":
+            return "the static batch is still running"
+        if Action.STATIC_BATCHING in self._guard.actions:
+            return "the guard fell back to static batching"
+        if Action.PAUSE_ADMISSION in self._guard.actions:
+            return "the guard paused admission"
+        return None
+
     def _admit_one(self, sequence: Sequence, admits: list, admitted: list) -> str | None:
         """Match prefix, count tokens, reserve pages: here and nowhere else. Returns why not."""
+        if not self._slots.num_free:
+            return "every slot is taken"
         known = len(sequence.tokens)
         hits = self._match(sequence)
         needed = self.limits.pages_for(known) - len(hits)
         self._pool.share(hits)  # first: reserving could evict them
-        # A page for each running row to grow into, lest this admission end in a preemption.
-        if needed + self._slots.num_running > self._pool.num_available:
+        spare = self._spare_pages()
+        if needed + spare > self._pool.num_available:
             self._pool.release(hits)
-            return (
-                f"needs {needed} pages and leaves {self._slots.num_running} to running rows; "
+            return f"needs {needed} pages beside {spare} to spare; " + (
                 f"{self._pool.num_available} are free"
             )
         pages = hits + self._pool.reserve(needed)
         cached = len(hits) * self.limits.page_size
-        self._queue.remove(sequence)
-        slot = self._slots.admit(sequence, pages, cached)
+        self._dequeue(sequence)
+        tenant = self._ledger.number(sequence.request.tenant)
+        slot = self._slots.admit(sequence, pages, cached, tenant)
         self._watch(sequence, 1)
+        verb = "resumed"
         if not sequence.num_preemptions:
+            verb = "admitted"
             sequence.num_cached = cached
             self._stats.prefix_query_tokens += known
             self._stats.prefix_hit_tokens += cached
+            self._ledger.charge_input(tenant, known - cached)
         admits.append((slot, sequence))
-        verb = "resumed" if sequence.num_preemptions else "admitted"
         admitted.append(Decision(sequence.id, f"{verb}, {cached} of {known} tokens cached"))
         return None
 
@@ -362,59 +433,52 @@ class Scheduler:
             sequence.page_chain, sequence.tokens, sequence.request.cache_salt, most
         )
 
-    def _choose_rows(self):
-        """Every row with one token left to compute, then chunks of longer ones in what is left."""
-        slots = self._slots
-        pending_N = slots.tokens_N - slots.planned_N
-        covered_N = slots.planned_N < slots.num_pages_N * self.limits.page_size
-        runs_N = covered_N & (slots.tokens_N < slots.stop_at_N)
-        decode = np.flatnonzero(runs_N & (pending_N == 1))
-        prefill = np.flatnonzero(runs_N & (pending_N > 1))
-        if not len(prefill):
-            return decode, prefill, prefill
-        prefill = prefill[np.argsort(slots.order_N[prefill], kind="stable")]
-        chunks = share_prefill(pending_N[prefill], self.limits.token_budget - len(decode))
-        return decode, prefill[chunks > 0], chunks[chunks > 0]
+    def _spare_pages(self) -> int:
+        """Pages an admission leaves free: one for each running row to grow into, lest it end in a
+        preemption. With nothing running, all may go."""
+        running = self._slots.num_running
+        if running and Action.SPARE_PAGES in self._guard.actions:
+            return max(running, self._pool.capacity // 10)
+        return running
 
-    def _assemble(self, decode, prefill, chunks, admits, admitted, preempted, waiting) -> StepPlan:
-        """The plan of these rows; from here on their tokens count as planned."""
-        slots = self._slots
-        num_decode = len(decode)
-        row_S = np.concatenate([decode, prefill])
-        count_S = np.concatenate([np.ones(num_decode, np.int32), chunks]).astype(np.int32)
-        start_S = slots.planned_N[row_S]
-        total_S = slots.tokens_N[row_S]
-        cu_q_len_S1 = np.zeros(len(row_S) + 1, np.int32)
-        np.cumsum(count_S, out=cu_q_len_S1[1:])
-        end_S = start_S + count_S
-        samples_S = (end_S == total_S) & (total_S < slots.max_total_N[row_S])
+    def _make_room(self, head: Sequence, now: float) -> bool:
+        """Evicts running sequences of a higher standing for the head of the queue, if it helps."""
+        slots, policy = self._slots, self._policy
+        candidates = evictable(slots, policy, above=policy.standing(head))
+        if not candidates:
+            return False
+        needed = self.limits.pages_for(len(head.tokens)) + slots.num_running
+        available = self._pool.num_available
+        if available + pages_freed(slots, self._pool, candidates) < needed:
+            return False
+        while not slots.num_free or self._pool.num_available < needed:
+            victim = choose_victim(slots, self._pool, policy, candidates)
+            if victim is None:
+                break
+            candidates.remove(victim)
+            self._preempt(victim, f"{head.request.id} goes first", now)
+        return slots.num_free > 0
 
-        token_ids_T = np.empty(cu_q_len_S1[-1], np.int32)
-        in_flight = total_S[:num_decode] > slots.known_N[decode]
-        token_ids_T[:num_decode] = np.where(in_flight, ON_DEVICE, slots.last_token_N[decode])
-        for row in range(num_decode, len(row_S)):
-            tokens = slots.sequence_N[row_S[row]].tokens[start_S[row] : end_S[row]]
-            token_ids_T[cu_q_len_S1[row] : cu_q_len_S1[row + 1]] = tokens
+    def _tokens_of_step(self, num_decode: int) -> int:
+        budget = self._budget.tokens(num_decode)
+        if Action.SMALLER_CHUNKS in self._guard.actions:
+            budget = num_decode + -(-(budget - num_decode) // 2)
+        return max(budget, min(num_decode + 1, self.limits.token_budget))
 
-        slots.planned_N[row_S] = end_S
-        slots.tokens_N[row_S] = total_S + samples_S
-        self._stats.steps += 1
-        return StepPlan(
-            step=self._stats.steps,
-            sequences=tuple(slots.sequence_N[row_S].tolist()),
-            slot_S=row_S.astype(np.int32),
-            generation_S=slots.generation_N[row_S],
-            start_S=start_S,
-            cu_q_len_S1=cu_q_len_S1,
-            samples_S=samples_S,
-            token_ids_T=token_ids_T,
-            page_table_SP=slots.page_table_NP[row_S],
-            num_decode=num_decode,
-            admits=admits,
-            admitted=admitted,
-            preempted=preempted,
-            waiting=waiting,
-        )
+    def _watch_signs(self, now: float) -> tuple[str, ...]:
+        if not self._guard.is_due(now):
+            return ()
+        arrival = min((s.request.arrival for s in self._queue.entered_first()), default=now)
+        gaps_s = self._gaps_s[: min(self._num_gaps, len(self._gaps_s))]
+        readings = {
+            "queue_age_s": now - arrival,
+            "itl_p99_s": float(np.quantile(gaps_s, 0.99)) if len(gaps_s) else 0.0,
+            "fairness_gap": self._ledger.gap(),
+            "preemptions_per_min": self._preemption_rate.per_second(now) * 60,
+            "page_pressure": 1 - self._pool.num_available / self._pool.capacity,
+        }
+        self._num_gaps = 0
+        return tuple(map(str, self._guard.look(readings, now)))
 
     # Absorbing
 
@@ -424,10 +488,9 @@ class Scheduler:
         Rows whose slot changed hands since the plan are dropped: their sequence ended or was
         preempted, and a token that nobody awaits is nobody's.
         """
-        del now  # the doors of a step take the time; only policies that measure look at it
-        slots = self._slots
+        self._measure(plan, now)
         events = self.take_events()
-        live_S = slots.generation_N[plan.slot_S] == plan.generation_S
+        live_S = self._slots.generation_N[plan.slot_S] == plan.generation_S
         rows = np.flatnonzero(live_S)
         self._advance(plan, rows)
         sampled = np.flatnonzero(live_S & plan.samples_S)
@@ -443,6 +506,15 @@ class Scheduler:
         if self._followers:
             self._queue_followers()
         return events
+
+    def _measure(self, plan: StepPlan, now: float) -> None:
+        """How long the step took: from its plan, or from the end of the step before it."""
+        seconds = now - max(self._planned_at.pop(plan.step, now), self._absorbed_at)
+        self._budget.observe(plan.num_tokens, seconds)
+        if plan.num_decode:
+            self._gaps_s[self._num_gaps % len(self._gaps_s)] = now - self._absorbed_at
+            self._num_gaps += 1
+        self._absorbed_at = now
 
     def _advance(self, plan: StepPlan, rows: np.ndarray) -> None:
         """The KV of these rows is written now; pages that became full are published."""
@@ -474,6 +546,7 @@ class Scheduler:
         slots.known_N[slot_S] = known_S
         slots.last_token_N[slot_S] = token_S
         self._stats.generation_tokens += len(rows)
+        self._ledger.charge_outputs(slots.tenant_N[slot_S])
         first = len(events)
         sequences = plan.sequences
         for row, token in zip(rows.tolist(), token_S.tolist()):
@@ -482,7 +555,7 @@ class Scheduler:
             events.append(TokenEvent(sequence, token))
         if result.logprob_S is not None:
             for at in np.flatnonzero(slots.scores_N[slot_S]).tolist():
-                _attach_logprobs(events[first + at], result, rows[at])
+                attach_logprobs(events[first + at], result, rows[at])
         full_S = known_S >= slots.max_total_N[slot_S]
         ended = []
         for at in np.flatnonzero(full_S | (self._watched_V[token_S] > 0)).tolist():
@@ -505,7 +578,7 @@ class Scheduler:
         event_of_row = dict(zip(sampled.tolist(), events[first_event:]))
         for row, scores in result.prompt_scores.items():
             sequence = plan.sequences[row]
-            fresh = _scores_from(scores, max(sequence.num_scored, 1))
+            fresh = scores_from(scores, max(sequence.num_scored, 1))
             if not live_S[row] or fresh is None:
                 continue
             sequence.num_scored = fresh.start + len(fresh.logprob)
@@ -526,15 +599,21 @@ class Scheduler:
         """Choices 2..n enter when the first one's prompt is computed: they share its pages."""
         for request_id, followers in list(self._followers.items()):
             first = self._open[request_id][0]
-            if first.index == 0 and (
-                first.slot is None or self._slots.computed_N[first.slot] < first.num_prompt
-            ):
+            if first.slot is None or self._slots.computed_N[first.slot] < first.num_prompt:
                 continue
             del self._followers[request_id]
             for sequence in followers:
-                self._queue.push(sequence)
+                self._enqueue(sequence)
 
-    # Ends
+    # Queue and ends
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._ledger.enter(self._ledger.number(sequence.request.tenant))
+        self._queue.push(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self._queue.remove(sequence)
+        self._ledger.leave(self._ledger.number(sequence.request.tenant))
 
     def _end_all(
         self, request_id: str, reason: FinishReason, error: Exception | None = None
@@ -549,18 +628,21 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason=None) -> None:
         """The one place where a sequence ends."""
         assert sequence.finish is None, f"{sequence} ended twice"
+        request = sequence.request
         if sequence.slot is not None:
             self._vacate(sequence)
         elif sequence in self._queue:
-            self._queue.remove(sequence)
+            self._dequeue(sequence)
         sequence.finish = reason
         sequence.stop_reason = stop_reason
-        for follower in self._followers.pop(sequence.request.id, ()):
-            self._queue.push(follower)  # the first choice failed before its prompt was computed
-        choices = self._open[sequence.request.id]
+        self._ledger.closed(self._ledger.number(request.tenant))
+        for follower in self._followers.pop(request.id, ()):
+            self._enqueue(follower)  # the first choice ended before its prompt was computed
+        choices = self._open[request.id]
         choices.remove(sequence)
         if not choices:
-            del self._open[sequence.request.id]
+            del self._open[request.id]
+            self._gate.closed(request)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
@@ -570,17 +652,6 @@ class Scheduler:
     def _watch(self, sequence: Sequence, change: int) -> None:
         for token in sequence.request.params.stop_token_ids:
             self._watched_V[token] += change
-
-    def _check_queue(self, request: Request) -> None:
-        waiting, tokens = self.num_waiting, self._queue.num_tokens
-        limits = self.limits
-        if waiting + request.params.n > limits.max_queued:
-            full = f"{waiting} sequences wait and at most {limits.max_queued} may"
-        elif tokens and tokens + len(request.prompt_ids) > limits.max_queued_tokens:
-            full = f"{tokens} prompt tokens wait and at most {limits.max_queued_tokens} may"
-        else:
-            return
-        raise RequestRefused(f"{full}; try again later", code="queue_full", retry_after=1.0)
 
     def check_invariants(self) -> None:
         """Asserts everything that must hold between two calls. For tests and debugging."""
@@ -596,25 +667,6 @@ class Scheduler:
         assert sorted(s.id for s in placed) == sorted(s.id for s in everyone)
         assert all(s.finish is None for s in everyone)
         assert (self._watched_V >= 0).all()
+        self._ledger.check_invariants(everyone, self._queue)
         if not self._open:
             assert self._pool.num_available == self._pool.capacity, "pages leaked"
-
-
-def _attach_logprobs(event: TokenEvent, result: StepResult, row: int) -> None:
-    best = event.sequence.request.params.logprobs
-    event.logprob = float(result.logprob_S[row])
-    ids = result.top_ids_SK[row, :best].tolist()
-    event.top = list(zip(ids, result.top_logprobs_SK[row, :best].tolist()))
-
-
-def _scores_from(scores: PromptScores, first: int) -> PromptScores | None:
-    """The part of the scores at positions >= first, None when there is none."""
-    skip = max(0, first - scores.start)
-    if skip >= len(scores.logprob):
-        return None
-    return PromptScores(
-        scores.start + skip,
-        scores.logprob[skip:],
-        scores.top_ids[skip:],
-        scores.top_logprobs[skip:],
-    )

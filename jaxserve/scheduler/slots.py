@@ -46,6 +46,7 @@ class SlotArray:
         self.must_pass_N = np.zeros(num_slots, np.int32)
         self.order_N = np.zeros(num_slots, np.int64)  # of admission
         self.scores_N = np.zeros(num_slots, bool)  # its log-probabilities are wanted
+        self.tenant_N = np.zeros(num_slots, np.int32)  # its number in the ServiceLedger
         self.num_pages_N = np.zeros(num_slots, np.int32)
         self.page_table_NP = np.full((num_slots, pages_per_row), NULL_PAGE, np.int32)
         self.sequence_N = np.full(num_slots, None, object)
@@ -60,7 +61,7 @@ class SlotArray:
     def num_running(self) -> int:
         return self.num_slots - len(self._free)
 
-    def admit(self, sequence: Sequence, pages: list[int], num_cached: int) -> int:
+    def admit(self, sequence: Sequence, pages: list[int], num_cached: int, tenant: int) -> int:
         """Gives the sequence the lowest free slot; its first num_cached tokens have KV already."""
         slot = heapq.heappop(self._free)
         sequence.slot = slot
@@ -76,6 +77,7 @@ class SlotArray:
         self.last_token_N[slot] = sequence.tokens[-1]
         self.must_pass_N[slot] = sequence.must_pass
         self.scores_N[slot] = sequence.request.params.logprobs is not None
+        self.tenant_N[slot] = tenant
         self.order_N[slot] = self._admissions
         self._admissions += 1
         self.page_table_NP[slot, : len(pages)] = pages
@@ -100,6 +102,15 @@ class SlotArray:
             column_N[slot] = 0
         heapq.heappush(self._free, slot)
         return pages
+
+    def attach_page(self, slots, pages: list[int]) -> None:
+        """One more page to each of the slots."""
+        self.page_table_NP[slots, self.num_pages_N[slots]] = pages
+        self.num_pages_N[slots] += 1
+
+    def pending(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens that each of the slots has left to compute."""
+        return self.tokens_N[slots] - self.planned_N[slots]
 
     def pages(self, slot: int) -> list[int]:
         return self.page_table_NP[slot, : self.num_pages_N[slot]].tolist()

@@ -1,0 +1,86 @@
+"""From chosen rows to the arrays of a StepPlan, and from a step's results to events."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxserve.scheduler.plan import ON_DEVICE, StepPlan
+from jaxserve.scheduler.slots import SlotArray
+from jaxserve.types import PromptScores, StepResult, TokenEvent
+
+
+def choose_rows(slots: SlotArray, page_size: int):
+    """(decode, prefill): slots with one token left to compute, and those with more, by admission.
+
+    A decoding row without a page for its next token is in neither: it sits this step out.
+    """
+    pending_N = slots.tokens_N - slots.planned_N
+    covered_N = slots.planned_N < slots.num_pages_N * page_size
+    runs_N = covered_N & (slots.tokens_N < slots.stop_at_N)
+    decode = np.flatnonzero(runs_N & (pending_N == 1))
+    prefill = np.flatnonzero(runs_N & (pending_N > 1))
+    return decode, prefill[np.argsort(slots.order_N[prefill], kind="stable")]
+
+
+def assemble(
+    slots: SlotArray, decode: np.ndarray, prefill: np.ndarray, chunks: np.ndarray, **decisions
+) -> StepPlan:
+    """The plan that computes one token of each decode slot and a chunk of each prefill slot.
+
+    decisions: the plan's other fields.
+    Changes the slots: from here on these tokens count as planned, and a sampled one as existing.
+    """
+    num_decode = len(decode)
+    row_S = np.concatenate([decode, prefill])
+    count_S = np.concatenate([np.ones(num_decode, np.int32), chunks])
+    start_S = slots.planned_N[row_S]
+    total_S = slots.tokens_N[row_S]
+    cu_q_len_S1 = np.zeros(len(row_S) + 1, np.int32)
+    np.cumsum(count_S, out=cu_q_len_S1[1:])
+    end_S = start_S + count_S
+    samples_S = (end_S == total_S) & (total_S < slots.max_total_N[row_S])
+
+    token_ids_T = np.empty(cu_q_len_S1[-1], np.int32)
+    in_flight = total_S[:num_decode] > slots.known_N[decode]
+    token_ids_T[:num_decode] = np.where(in_flight, ON_DEVICE, slots.last_token_N[decode])
+    for row in range(num_decode, len(row_S)):
+        tokens = slots.sequence_N[row_S[row]].tokens[start_S[row] : end_S[row]]
+        token_ids_T[cu_q_len_S1[row] : cu_q_len_S1[row + 1]] = tokens
+
+    slots.planned_N[row_S] = end_S
+    slots.tokens_N[row_S] = total_S + samples_S
+    return StepPlan(
+        sequences=tuple(slots.sequence_N[row_S].tolist()),
+        slot_S=row_S.astype(np.int32),
+        generation_S=slots.generation_N[row_S],
+        start_S=start_S,
+        cu_q_len_S1=cu_q_len_S1,
+        samples_S=samples_S,
+        token_ids_T=token_ids_T,
+        page_table_SP=slots.page_table_NP[row_S],
+        num_decode=num_decode,
+        **decisions,
+    )
+
+
+def attach_logprobs(event: TokenEvent, result: StepResult, row: int) -> None:
+    best = event.sequence.request.params.logprobs
+    event.logprob = float(result.logprob_S[row])
+    ids = result.top_ids_SK[row, :best].tolist()
+    event.top = list(zip(ids, result.top_logprobs_SK[row, :best].tolist()))
+
+
+def scores_from(scores: PromptScores, first: int) -> PromptScores | None:
+    """The part of the scores at positions >= first, None when there is none."""
+    skip = max(0, first - scores.start)
+    if skip >= len(scores.logprob):
+        return None
+    return dataclasses.replace(
+        scores,
+        start=scores.start + skip,
+        logprob=scores.logprob[skip:],
+        top_ids=scores.top_ids[skip:],
+        top_logprobs=scores.top_logprobs[skip:],
+    )
