@@ -334,12 +334,10 @@ class Scheduler:
             if page is not None:
                 slots.attach_page([slot], page)
                 return
-            standing = self._policy.standing(slots.sequence_N[slot])
             candidates = evictable(slots, self._policy)
-            candidates = [
-                c for c in candidates if self._policy.standing(slots.sequence_N[c]) >= standing
-            ]
-            victim = choose_victim(slots, self._pool, self._policy, candidates)
+            standing = slots.standing_N[slot]
+            candidates = [c for c in candidates if slots.standing_N[c] >= standing]
+            victim = choose_victim(slots, self._pool, candidates)
             if victim is None:
                 return
             self._preempt(victim, f"slot {slot} needed its pages", now)
@@ -408,7 +406,8 @@ class Scheduler:
         cached = len(hits) * self.limits.page_size
         self._dequeue(sequence)
         tenant = self._ledger.number(sequence.request.tenant)
-        slot = self._slots.admit(sequence, pages, cached, tenant)
+        standing = self._policy.standing(sequence)
+        slot = self._slots.admit(sequence, pages, cached, tenant, standing)
         self._watch(sequence, 1)
         verb = "resumed"
         if not sequence.num_preemptions:
@@ -452,7 +451,7 @@ class Scheduler:
         if available + pages_freed(slots, self._pool, candidates) < needed:
             return False
         while not slots.num_free or self._pool.num_available < needed:
-            victim = choose_victim(slots, self._pool, policy, candidates)
+            victim = choose_victim(slots, self._pool, candidates)
             if victim is None:
                 break
             candidates.remove(victim)

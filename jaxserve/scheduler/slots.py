@@ -46,6 +46,7 @@ class SlotArray:
         self.must_pass_N = np.zeros(num_slots, np.int32)
         self.order_N = np.zeros(num_slots, np.int64)  # of admission
         self.scores_N = np.zeros(num_slots, bool)  # its log-probabilities are wanted
+        self.standing_N = np.zeros(num_slots, np.int64)  # by the policy; lower ones go first
         self.tenant_N = np.zeros(num_slots, np.int32)  # its number in the ServiceLedger
         self.num_pages_N = np.zeros(num_slots, np.int32)
         self.page_table_NP = np.full((num_slots, pages_per_row), NULL_PAGE, np.int32)
@@ -61,7 +62,9 @@ class SlotArray:
     def num_running(self) -> int:
         return self.num_slots - len(self._free)
 
-    def admit(self, sequence: Sequence, pages: list[int], num_cached: int, tenant: int) -> int:
+    def admit(
+        self, sequence: Sequence, pages: list[int], num_cached: int, tenant: int, standing: int
+    ) -> int:
         """Gives the sequence the lowest free slot; its first num_cached tokens have KV already."""
         slot = heapq.heappop(self._free)
         sequence.slot = slot
@@ -78,6 +81,7 @@ class SlotArray:
         self.must_pass_N[slot] = sequence.must_pass
         self.scores_N[slot] = sequence.request.params.logprobs is not None
         self.tenant_N[slot] = tenant
+        self.standing_N[slot] = standing
         self.order_N[slot] = self._admissions
         self._admissions += 1
         self.page_table_NP[slot, : len(pages)] = pages
