@@ -1,0 +1,99 @@
+"""Tiny models of every family against reference logits and greedy tokens, prompts of 5 to 600 tokens.
+
+Tolerances are the references' own: 5e-4 on logits, 2e-3 on checksums; every greedy token must agree.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import DATA
+from model_runs import Row, greedy
+
+from jaxserve import models
+from jaxserve.models.config import Backend
+from jaxserve.models.loaders.checkpoint import read_config
+from jaxserve.models.loaders.safetensors_file import read_json
+
+CARRIED = ("llama_llama3", "qwen2_window", "gemma3_text")
+OTHERS = ("llama_llama3-sharded", "llama_linear", "llama_yarn", "qwen2")
+PROMPTS = ("short", "crossing", "medium", "long")
+CHUNK = {"short": 3, "crossing": 64, "medium": 33, "long": 64}
+
+
+def folder_of(name, request):
+    if name in CARRIED:
+        return DATA / "models" / name
+    return request.getfixturevalue("shared") / "goldens" / "tiny" / name
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Models already loaded in this module, by folder and layout."""
+    return {}
+
+
+def load(loaded, folder, stacked):
+    key = folder, stacked
+    if key not in loaded:
+        loaded[key] = models.load(folder, backend=Backend(stacked=stacked))
+    return loaded[key]
+
+
+def run(model, gold, chunk):
+    row = Row(model, 640)  # one size for all prompts: one compilation
+    logits = row.feed(gold["ids"], chunk)
+    return logits, *greedy(row, logits[-1], len(gold["greedy_ids"]))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", CARRIED + OTHERS)
+def test_logits_and_greedy_tokens(name, prompt, request, loaded):
+    folder = folder_of(name, request)
+    gold = read_json(folder / "goldens.json")["prompts"][prompt]
+    logits, ids, logprobs = run(load(loaded, folder, False), gold, CHUNK[prompt])
+    rows = logits[gold["positions"]]
+    best = np.take_along_axis(rows, np.array(gold["top_ids"]), 1)
+    np.testing.assert_allclose(best, gold["top_logits"], atol=5e-4, rtol=0)
+    sums = rows @ np.cos(np.arange(rows.shape[1]))
+    np.testing.assert_allclose(sums, gold["checksum"], atol=2e-3, rtol=0)
+    assert ids == gold["greedy_ids"]
+    np.testing.assert_allclose(logprobs, gold["greedy_logprobs"], atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_scanned_layers_agree_with_unrolled(name, request, loaded):
+    folder = folder_of(name, request)
+    gold = read_json(folder / "goldens.json")["prompts"]["medium"]
+    logits, ids, _ = run(load(loaded, folder, True), gold, 64)
+    unrolled, *_ = run(load(loaded, folder, False), gold, 64)
+    np.testing.assert_allclose(logits, unrolled, atol=2e-4, rtol=0)
+    assert ids == gold["greedy_ids"]
+
+
+@pytest.mark.parametrize("name", (*CARRIED, "llama_linear", "llama_yarn", "qwen2"))
+def test_both_spellings_of_a_config_mean_the_same_model(name, request):
+    folder = folder_of(name, request)
+    today, published = (
+        read_config(read_json(folder / file)) for file in ("config.json", "config_published.json")
+    )
+    assert today == published
+
+
+def test_end_tokens_come_from_every_file(loaded):
+    folder = DATA / "models" / "llama_llama3"
+    assert load(loaded, folder, False).eos_ids == {2, 5, 6}
+
+
+def test_dynamic_rope_is_refused_by_name(tmp_path):
+    config = json.loads((DATA / "models" / "llama_llama3" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="dynamic"):
+        models.load(tmp_path, backend=Backend())
+
+
+@pytest.mark.parametrize("file", ("config.json", "config_published.json"))
+def test_the_dynamic_reference_model_is_refused(shared, file):
+    with pytest.raises(ValueError, match="dynamic"):
+        read_config(read_json(shared / "goldens" / "tiny" / "llama_dynamic" / file))
