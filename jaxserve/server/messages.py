@@ -30,7 +30,7 @@ async def encode_chat(service: Service, body: ChatRequest) -> list[int]:
     service.check_chars(sum(map(_characters, messages)), "messages")
     generation_prompt = body.add_generation_prompt is not False
     ids = await service.in_thread(_render, service.tokenizer, messages, generation_prompt, extra)
-    service.check_ids(ids, "messages")
+    service.check_prompt(ids, "messages")
     return ids
 
 

@@ -96,14 +96,13 @@ class Service:
         if len(prompts) * (body.n or 1) > MAX_PROMPTS:
             message = f"{len(prompts)} prompts with n={body.n or 1}: at most {MAX_PROMPTS} in all"
             raise ApiError(400, message, "invalid_value", "prompt")
-        room = 0 if body.max_tokens == 0 else 1
         for prompt in prompts:
             self.check_chars(len(prompt) if isinstance(prompt, str) else 0, "prompt")
         if any(isinstance(prompt, str) for prompt in prompts):
             special = body.add_special_tokens is not False
             prompts = await self.in_thread(self._encode_all, prompts, special)
         for ids in prompts:
-            self.check_ids(ids, "prompt", room)
+            self.check_prompt(ids, "prompt")
         return prompts
 
     def _encode_all(self, prompts: list, special: bool) -> list[list[int]]:
@@ -124,20 +123,24 @@ class Service:
             )
             raise ApiError(400, message, "context_length_exceeded", param)
 
-    def check_ids(self, ids: list[int], param: str, room: int = 1) -> None:
-        """Refuses empty prompts, unknown ids, and prompts that leave no room for `room` tokens."""
-        if not ids:
-            raise ApiError(400, f"The {param} has no tokens.", "invalid_value", param)
-        low, high, size = min(ids), max(ids), self.engine.vocab_size
+    def check_ids(self, ids: list[int], param: str) -> None:
+        """Refuses ids that the model does not have: devices clamp or wrap them silently."""
+        low, high, size = min(ids, default=0), max(ids, default=0), self.engine.vocab_size
         if low < 0 or high >= size:
             wrong = low if low < 0 else high
             message = f"{param}: token id {wrong} is not in the vocabulary (0 to {size - 1})"
             raise ApiError(400, message, "invalid_value", param)
+
+    def check_prompt(self, ids: list[int], param: str) -> None:
+        """Refuses empty prompts, unknown ids, and prompts that leave no room for a token."""
+        if not ids:
+            raise ApiError(400, f"The {param} has no tokens.", "invalid_value", param)
+        self.check_ids(ids, param)
         limit = self.engine.max_model_len
-        if len(ids) + room > limit:
+        if len(ids) >= limit:
             message = (
-                f"This model's context is {limit} tokens; the prompt has {len(ids)} and needs room "
-                f"for at least {room} more."
+                f"This model's context is {limit} tokens; the prompt has {len(ids)} and leaves no "
+                "room for output. Shorten it."
             )
             raise ApiError(400, message, "context_length_exceeded", param)
 

@@ -46,7 +46,6 @@ async def detokenize(request: Request):
     service = service_of(request)
     body = await service.parse(request, DetokenizeRequest)
     service.check_model(body.model)
-    if body.tokens:
-        service.check_ids(body.tokens, "tokens", room=0)
+    service.check_ids(body.tokens, "tokens")
     text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
     return json_response({"prompt": text})

@@ -169,7 +169,9 @@ class FakeEngine:
     async def _produce(self, call):
         room = self.max_model_len - len(call.prompt_ids)
         limit = room if call.params.max_tokens is None else min(call.params.max_tokens, room)
-        choices = [_Choice(self, call, index, limit) for index in range(call.params.n)]
+        prompt = self.tokenizer.decode(call.prompt_ids)
+        script = next((data for key, data in self.scripts.items() if key in prompt), None)
+        choices = [_Choice(self, call, index, limit, script) for index in range(call.params.n)]
         while any(choice.finish is None for choice in choices):
             await self._gate.wait()
             await asyncio.sleep(0)
@@ -202,11 +204,10 @@ class FakeEngine:
 
 
 class _Choice:
-    def __init__(self, engine, call, index, limit):
+    def __init__(self, engine, call, index, limit, script):
         self.engine, self.call, self.index, self.limit = engine, call, index, limit
         self.prompt_sum = sum(call.prompt_ids)
-        prompt = engine.tokenizer.decode(call.prompt_ids)
-        self.script = next((data for key, data in engine.scripts.items() if key in prompt), None)
+        self.script = script
         self.tokens, self.text, self.sent = [], b"", 0
         self.finish = None
 
