@@ -60,9 +60,15 @@ def kv_page_shape(spec: KVSpec, num_pages: int, backend: str) -> tuple[int, ...]
     """Shape of `KVPages.data` for `backend`."""
     if backend not in LAYOUTS:
         raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(LAYOUTS)}")
-    return (
-        spec.num_layers, num_pages, spec.num_kv_heads, 2, spec.page_size, spec.head_dim,
-    )  # fmt: skip
+    L, J, K, E = spec.num_layers, spec.num_kv_heads, spec.page_size, spec.head_dim
+    if backend in ("tpu", "interpret"):
+        return (L, num_pages, K, tpu_lanes(J, E))
+    return (L, num_pages, J, 2, K, E)
+
+
+def tpu_lanes(num_kv_heads: int, head_dim: int) -> int:
+    """Lanes of a page row on TPU: all K heads, then all V heads, rounded up to whole registers."""
+    return -(-2 * num_kv_heads * head_dim // 128) * 128
 
 
 def kv_page_specs(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
@@ -104,11 +110,19 @@ def quantise(x, dtype):
 
 def to_layout(pages: KVPages, backend: str) -> KVPages:
     """Pages in the plain layout [L, G, J, 2, K, E] -> the backend's."""
-    assert backend in LAYOUTS
-    return pages
+    if backend not in ("tpu", "interpret"):
+        return pages
+    L, G, J, _, K, E = pages.data.shape
+    rows = pages.data.transpose(0, 1, 4, 3, 2, 5).reshape(L, G, K, 2 * J * E)
+    spare = tpu_lanes(J, E) - rows.shape[-1]
+    return KVPages(jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, spare))))
 
 
-def from_layout(pages: KVPages, backend: str) -> KVPages:
+def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) -> KVPages:
     """The backend's layout -> the plain one."""
-    assert backend in LAYOUTS
-    return pages
+    if backend not in ("tpu", "interpret"):
+        return pages
+    L, G, K, _ = pages.data.shape
+    rows = pages.data[..., : 2 * num_kv_heads * head_dim]
+    rows = rows.reshape(L, G, K, 2, num_kv_heads, head_dim)
+    return KVPages(rows.transpose(0, 1, 4, 3, 2, 5))

@@ -1,0 +1,392 @@
+"""The TPU kernel's body: one for decode and for mixed steps, for every shape and option.
+
+A grid step is one tile: a few tokens of one row, all heads. Three things happen in it:
+
+1. The first tile writes the step's new K and V. Pages change in groups of as many tokens as one
+   memory tile holds (16 in bfloat16): fetch the group, put the new tokens in, send it back.
+2. Each tile walks the pages that it sees, a block at a time, through two VMEM buffers: while one is
+   computed on, DMAs fill the other with the next block, or with the next tile's first.
+3. Softmax runs online, in base 2, on float32 scores.
+
+Heads lie side by side in a page's lanes, whatever their size. A *set* is a few heads multiplied at
+once: its queries are zero outside their own head's lanes, so one matmul over the set's lanes gives
+each head its own scores. That fills sublanes that small groups would leave empty, and head sizes
+that are no multiple of 128 lanes need no shuffles.
+
+Names: R rows of a tile in a set (tokens x heads), B tokens of a block, W lanes of a page, w lanes of
+a set, s sets, p pages of a block, g tokens of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
+LOG2_E = 1.4426950408889634
+WRITE_BUFFERS = 4
+WRITE_LEAD = 2  # groups whose reads are in flight before the first is merged
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one call."""
+
+    page_size: int
+    pages_per_row: int
+    block_pages: int
+    tile_tokens: int
+    group_tokens: int
+    set_rows: int  # rows of one token in a set
+    k_lanes: tuple[int, ...]  # first lane of each set's keys, a multiple of 128
+    v_lanes: tuple[int, ...]
+    set_lanes: int
+    unroll_sets: bool
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    compute_dtype: jnp.dtype
+
+    @property
+    def block_tokens(self):
+        return self.block_pages * self.page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """The kernel's arguments, in order. Scalars (SMEM) come first."""
+
+    layer: object  # [1]
+    page_table: object  # [S * P]
+    tile_row: object  # [tiles]
+    tile_first: object  # [tiles] position of the tile's first token
+    tile_end: object  # [tiles] one past the position of its last
+    group: object  # [5, groups] page, its first slot, token at that slot, first new slot, past the last
+    counts: object  # [2] tiles, groups
+    q: object  # VMEM [1, s, R, w]
+    place: object  # VMEM [R, 128] int32: which of the tile's tokens a row is
+    first_max: object  # VMEM [s, R, 128] what the maximum starts from: sinks, or NEGATIVE
+    new_kv: object  # HBM [tokens, W / 128, 128] float32
+    pages_in: object  # aliased to `pages`
+    out: object  # VMEM [1, s, R, w]
+    pages: object  # HBM [L, G, K, W]
+    kv: object  # VMEM [2, p, K, W]
+    max: object  # VMEM [s, R, 128] float32
+    sum: object  # VMEM [s, R, 128] float32
+    value: object  # VMEM [s, R, w] float32
+    old: object  # VMEM [WRITE_BUFFERS, g, W]
+    new: object  # VMEM [WRITE_BUFFERS, g, W / 128, 128] float32
+    parity: object  # SMEM [1] the buffer that holds the tile's first block
+    fetch_sems: object  # [2]
+    write_sems: object  # [3, WRITE_BUFFERS] old in, new in, merged out
+
+
+def kernel(*refs, plan: Plan, sinks: bool):
+    """Grid step i is tile i."""
+    refs = Refs(*refs)
+    tile = pl.program_id(0)
+
+    @pl.when(tile == 0)
+    def _():
+        refs.kv[...] = jnp.zeros_like(refs.kv)  # never-fetched slots must not hold NaN
+        refs.parity[0] = 0
+        write_groups(refs, plan)
+        start_fetch(refs, plan, tile, 0, 0)
+
+    refs.max[...] = refs.first_max[...]
+    refs.sum[...] = jnp.full_like(refs.sum, 1.0 if sinks else 0.0)
+    refs.value[...] = jnp.zeros_like(refs.value)
+
+    parity = refs.parity[0]
+    num_blocks = tile_blocks(refs, plan, tile)
+    # While the next block is a full one of this tile, its fetch is a fixed list of DMAs: no branch
+    # keeps them from being issued alongside the arithmetic.
+    whole = jnp.maximum(full_blocks(refs, plan, tile) - 1, 0)
+
+    @pl.loop(0, whole)
+    def _(b):
+        buffer = (parity + b) & 1
+        start_full(refs, plan, tile, b + 1, 1 - buffer)
+        wait_full(refs, plan, buffer)
+        attend(refs, plan, tile, b, buffer)
+
+    @pl.loop(whole, num_blocks)
+    def _(b):
+        buffer = (parity + b) & 1
+        last = b + 1 == num_blocks
+        next_tile = jnp.where(last, tile + 1, tile)
+
+        @pl.when(next_tile < refs.counts[0])
+        def _():
+            start_fetch(refs, plan, next_tile, jnp.where(last, 0, b + 1), 1 - buffer)
+
+        wait_fetch(refs, plan, tile, b, buffer)
+        attend(refs, plan, tile, b, buffer)
+
+    refs.parity[0] = (parity + num_blocks) & 1
+    lanes = (1, 1, refs.value.shape[-1] // LANES)
+    total = jnp.tile(refs.sum[...], lanes)
+    refs.out[0] = (refs.value[...] / jnp.where(total > 0, total, 1)).astype(refs.out.dtype)
+
+
+def first_page(refs, plan, tile):
+    """The first page of which the tile's first token sees anything."""
+    if plan.window is None:
+        return 0
+    return jnp.maximum(refs.tile_first[tile] - (plan.window - 1), 0) // plan.page_size
+
+
+def tile_blocks(refs, plan, tile):
+    tokens = refs.tile_end[tile] - first_page(refs, plan, tile) * plan.page_size
+    return pl.cdiv(tokens, plan.block_tokens)
+
+
+def full_blocks(refs, plan, tile):
+    """How many of the tile's blocks are fetched whole."""
+    tokens = refs.tile_end[tile] - first_page(refs, plan, tile) * plan.page_size
+    return (tokens + (plan.group_tokens - 1)) // plan.block_tokens
+
+
+def start_full(refs, plan, tile, block, buffer):
+    layer, row = refs.layer[0], refs.tile_row[tile]
+    at = row * plan.pages_per_row + first_page(refs, plan, tile) + block * plan.block_pages
+    for p in range(plan.block_pages):
+        page = refs.page_table[at + p]
+        pltpu.make_async_copy(
+            refs.pages.at[layer, page], refs.kv.at[buffer, p], refs.fetch_sems.at[buffer]
+        ).start()
+
+
+def wait_full(refs, plan, buffer):
+    """One wait for all of the block's bytes: a DMA semaphore counts bytes, not copies."""
+    block = refs.kv.at[buffer]
+    pltpu.make_async_copy(block, block, refs.fetch_sems.at[buffer]).wait()
+
+
+def part_copy(refs, plan, tile, block, buffer, g):
+    """The copy of one group of a block that is not fetched whole."""
+    groups_page = plan.page_size // plan.group_tokens
+    p, offset = g // groups_page, g % groups_page * plan.group_tokens
+    offset = pl.multiple_of(offset, plan.group_tokens)
+    at = refs.tile_row[tile] * plan.pages_per_row + first_page(refs, plan, tile)
+    page = refs.page_table[at + block * plan.block_pages + p]
+    slots = pl.ds(offset, plan.group_tokens)
+    return pltpu.make_async_copy(
+        refs.pages.at[refs.layer[0], page, slots],
+        refs.kv.at[buffer, p, slots],
+        refs.fetch_sems.at[buffer],
+    )
+
+
+def part_groups(refs, plan, tile, block):
+    first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
+    return pl.cdiv(refs.tile_end[tile] - first, plan.group_tokens)
+
+
+def start_fetch(refs, plan, tile, block, buffer):
+    """Starts the copies of a block: whole, or only the groups that hold tokens it sees."""
+    full = block < full_blocks(refs, plan, tile)
+
+    @pl.when(full)
+    def _():
+        start_full(refs, plan, tile, block, buffer)
+
+    @pl.when(jnp.logical_not(full))
+    def _():
+        @pl.loop(0, part_groups(refs, plan, tile, block))
+        def _(g):
+            part_copy(refs, plan, tile, block, buffer, g).start()
+
+
+def wait_fetch(refs, plan, tile, block, buffer):
+    full = block < full_blocks(refs, plan, tile)
+
+    @pl.when(full)
+    def _():
+        wait_full(refs, plan, buffer)
+
+    @pl.when(jnp.logical_not(full))
+    def _():
+        @pl.loop(0, part_groups(refs, plan, tile, block))
+        def _(g):
+            part_copy(refs, plan, tile, block, buffer, g).wait()
+
+
+def attend(refs, plan, tile, block, buffer):
+    """Adds one block in VMEM to the running softmax of all sets."""
+    first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
+    R = refs.q.shape[2]
+    k_position = first + jax.lax.broadcasted_iota(jnp.int32, (R, plan.block_tokens), 1)
+    q_position = refs.tile_first[tile]
+    if plan.tile_tokens > 1:
+        q_position = jnp.tile(refs.place[...], (1, plan.block_tokens // LANES)) + q_position
+    seen = k_position <= q_position
+    if plan.window is not None:
+        seen &= k_position > q_position - plan.window
+
+    def scores(s):
+        k = lanes_of(refs, plan, buffer, plan.k_lanes, s)
+        s_RB = matmul(refs.q[0, s].astype(plan.compute_dtype), k, transposed=True)
+        if plan.soft_cap is None:
+            s_RB = s_RB * (plan.scale * LOG2_E)
+        else:
+            s_RB = jnp.tanh(s_RB * (plan.scale / plan.soft_cap)) * (plan.soft_cap * LOG2_E)
+        return jnp.where(seen, s_RB, NEGATIVE)
+
+    def weigh(s, s_RB):
+        """-> probabilities relative to the new maximum, and what the old ones shrink by."""
+        old_max = refs.max[s]
+        new_max = jnp.maximum(old_max, jnp.max(s_RB, axis=1, keepdims=True))
+        p_RB = jnp.exp2(s_RB - jnp.tile(new_max, (1, plan.block_tokens // LANES)))
+        p_RB = jnp.where(seen, p_RB, 0)
+        keep = jnp.exp2(old_max - new_max)
+        refs.max[s] = new_max
+        refs.sum[s] = keep * refs.sum[s] + jnp.sum(p_RB, axis=1, keepdims=True)
+        return p_RB.astype(plan.compute_dtype), keep
+
+    def add_values(s, p_RB, keep):
+        v = lanes_of(refs, plan, buffer, plan.v_lanes, s)
+        keep = jnp.tile(keep, (1, plan.set_lanes // LANES))
+        refs.value[s] = keep * refs.value[s] + matmul(p_RB, v, transposed=False)
+
+    sets = len(plan.k_lanes)
+    if plan.unroll_sets:
+        weights = [weigh(s, scores(s)) for s in range(sets)]
+        for s in range(sets):
+            add_values(s, *weights[s])
+    else:
+
+        @pl.loop(0, sets)
+        def _(s):
+            add_values(s, *weigh(s, scores(s)))
+
+
+def lanes_of(refs, plan, buffer, starts, s):
+    """-> [B, w] of the block in VMEM: the lanes of set s."""
+    if isinstance(s, int):
+        at = starts[s]
+    else:
+        step = starts[1] - starts[0]
+        assert all(b - a == step for a, b in zip(starts, starts[1:])) and step % LANES == 0
+        at = pl.multiple_of(starts[0] + s * step, LANES)
+    block = refs.kv[buffer, :, :, pl.ds(at, plan.set_lanes)]
+    return block.reshape(plan.block_tokens, plan.set_lanes).astype(plan.compute_dtype)
+
+
+def matmul(a, b, *, transposed):
+    """a @ b, or a @ b.T, with float32 results."""
+    exact = a.dtype == jnp.float32
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def write_groups(refs, plan):
+    """Writes every group of the step, WRITE_LEAD of them in flight ahead of the merge."""
+    num_groups = refs.counts[1]
+
+    def copy(i, kind):
+        """kind 0: a group's old slots in; 1: its new tokens in; 2: the merged group out."""
+        buffer = i % WRITE_BUFFERS
+        sem = refs.write_sems.at[kind, buffer]
+        page, slot, token, low = (refs.group[field, i] for field in range(4))
+        if kind == 1:
+            if plan.tile_tokens == 1:
+                here, count = pl.ds(low, 1), 1
+                token = token + low
+            else:
+                here, count = slice(None), plan.group_tokens
+            new = refs.new_kv.at[pl.ds(token, count)]
+            return pltpu.make_async_copy(new, refs.new.at[buffer, here], sem)
+        slots = pl.ds(pl.multiple_of(slot, plan.group_tokens), plan.group_tokens)
+        place, old = refs.pages.at[refs.layer[0], page, slots], refs.old.at[buffer]
+        return pltpu.make_async_copy(*((place, old) if kind == 0 else (old, place)), sem)
+
+    @pl.loop(0, num_groups + WRITE_LEAD)
+    def _(i):
+        @pl.when(i < num_groups)
+        def _():
+            @pl.when(i >= WRITE_BUFFERS)
+            def _():
+                copy(i - WRITE_BUFFERS, 2).wait()
+
+            copy(i, 0).start()
+            copy(i, 1).start()
+
+        @pl.when(i >= WRITE_LEAD)
+        def _():
+            ready = i - WRITE_LEAD
+            copy(ready, 0).wait()
+            copy(ready, 1).wait()
+            merge(refs, plan, ready)
+            copy(ready, 2).start()
+
+    @pl.loop(jnp.maximum(num_groups - WRITE_BUFFERS, 0), num_groups)
+    def _(i):
+        copy(i, 2).wait()
+
+
+def merge(refs, plan, i):
+    """Puts new tokens among a group's old ones. Slots after them hold nothing yet: zeros."""
+    buffer = i % WRITE_BUFFERS
+    low, high = refs.group[3, i], refs.group[4, i]
+    slot = jax.lax.broadcasted_iota(jnp.int32, (plan.group_tokens, LANES), 0)
+    for c in range(refs.new.shape[2]):
+        lanes = pl.ds(c * LANES, LANES)
+        old = refs.old[buffer, :, lanes].astype(jnp.float32)
+        new = jnp.where(slot < high, refs.new[buffer, :, c], 0)
+        merged = jnp.where(slot < low, old, new)
+        refs.old[buffer, :, lanes] = merged.astype(refs.old.dtype)
+
+
+def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_bytes):
+    """Runs the kernel. arguments: the first 12 fields of Refs. -> (out, pages)."""
+    q, pages = arguments[7], arguments[11]
+    _, sets, rows, lanes = q.shape
+    W = pages.shape[-1]
+    by_tile = pl.BlockSpec((1, sets, rows, lanes), lambda i, *_: (i, 0, 0, 0))
+    fixed = lambda *shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape))
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    vmem, f32 = pltpu.VMEM, jnp.float32
+    return pl.pallas_call(
+        functools.partial(kernel, plan=plan, sinks=sinks),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, out_dtype),
+            jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=7,
+            grid=(num_tiles,),
+            in_specs=[by_tile, fixed(rows, LANES), fixed(sets, rows, LANES), hbm, hbm],
+            out_specs=[by_tile, hbm],
+            scratch_shapes=[
+                vmem((2, plan.block_pages, plan.page_size, W), pages.dtype),
+                vmem((sets, rows, LANES), f32),
+                vmem((sets, rows, LANES), f32),
+                vmem((sets, rows, lanes), f32),
+                vmem((WRITE_BUFFERS, plan.group_tokens, W), pages.dtype),
+                vmem((WRITE_BUFFERS, plan.group_tokens, W // LANES, LANES), f32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((3, WRITE_BUFFERS)),
+            ],
+        ),
+        input_output_aliases={11: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=vmem_bytes,
+            disable_bounds_checks=True,
+        ),
+        interpret=interpret,
+        name=f"ragged_paged_attention_{'decode' if plan.tile_tokens == 1 else 'mixed'}",
+    )(*arguments)
