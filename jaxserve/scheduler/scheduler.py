@@ -10,12 +10,6 @@ with its tokens kept; coming back is the same admission again.
 
 Plans run ahead: plan k+1 may be made before absorb k. Counters in SlotArray therefore say both what
 is planned and what is known, and a row's token may be ON_DEVICE.
-
-Why pages may be freed while a dispatched step still writes to them: steps run on the device in the
-order of their plans. A page freed at plan or absorb time is handed out in a later plan at the
-earliest, so its new owner's writes come after the stray ones, and it reads nothing that it has
-not written itself. A published page is never hit by a stray write: only pages full of *computed*
-tokens are published, and a step in flight writes at computed or later positions.
 """
 
 from __future__ import annotations
@@ -27,9 +21,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxserve.cache.page_pool import PagePool
-from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.scheduler.batch import ActiveBatch
 from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate, Rate
@@ -40,7 +33,7 @@ from jaxserve.scheduler.policy import POLICIES
 from jaxserve.scheduler.preemption import choose_victim, evictable, pages_freed
 from jaxserve.scheduler.queue import FairQueue, WaitingQueue
 from jaxserve.scheduler.rows import assemble, attach_logprobs, choose_rows, scores_from
-from jaxserve.scheduler.slots import SlotArray
+from jaxserve.scheduler.stats import Stats
 from jaxserve.types import (
     FinishReason,
     Request,
@@ -49,30 +42,6 @@ from jaxserve.types import (
     StepResult,
     TokenEvent,
 )
-
-
-@dataclasses.dataclass(slots=True)
-class Stats:
-    """Gauges as of now, and counts since the start."""
-
-    slots: int = 0
-    running: int = 0
-    waiting: int = 0  # sequences, choices that wait for their first one included
-    waiting_tokens: int = 0
-    pages_total: int = 0
-    pages_free: int = 0  # free, or idle in the prefix cache
-    pages_idle: int = 0
-    fairness_gap: float = 0.0  # of service, between tenants that wait
-    guard_actions: tuple[str, ...] = ()
-    guard_changes: int = 0
-    steps: int = 0
-    requests: int = 0
-    refusals: int = 0
-    preemptions: int = 0
-    prefix_query_tokens: int = 0  # prompt tokens of admitted sequences, each sequence once
-    prefix_hit_tokens: int = 0  # of those, served by the prefix cache
-    computed_tokens: int = 0  # prompt and output, recomputation included
-    generation_tokens: int = 0
 
 
 class Scheduler:
@@ -95,9 +64,9 @@ class Scheduler:
         target_ms = config.itl_target_ms
         self._budget = ChunkBudget(limits.token_budget, target_ms and target_ms / 1000)
         self._share = share_prefill if config.prefill_sharing else oldest_first
-        self._pool = PagePool(limits.num_pages)
-        self._cache = PrefixCache(self._pool, limits.page_size, cache_key)
-        self._slots = SlotArray(limits.num_slots, limits.pages_per_row)
+        self._batch = ActiveBatch(limits, cache_key)
+        self._slots = self._batch.slots
+        self._pool = self._batch.pool
         if self._policy.fair:
             self._queue = FairQueue(self._policy.key, self._ledger)
         else:
@@ -260,7 +229,7 @@ class Scheduler:
         self._forget_pool()
 
     def _forget_pool(self) -> None:
-        self._cache.clear()
+        self._batch.cache.clear()
         self._planned_at.clear()
 
     def take_events(self) -> list[TokenEvent]:
@@ -275,7 +244,8 @@ class Scheduler:
         """The next step, or None when no row has anything to compute."""
         self._expire(now)
         changes = self._watch_signs(now)
-        self._grow(now)
+        for slot in self._in_policy_order(self._batch.grow()):
+            self._grow_in_shortage(slot, now)
         admits, admitted, waiting = self._admit(now)
         decode, prefill = choose_rows(self._slots, self.limits.page_size)
         if not len(decode) and not len(prefill):
@@ -306,33 +276,14 @@ class Scheduler:
             if choices and choices[0].request is request:  # an id may be in use again
                 self._events += self._end_all(request.id, FinishReason.TIMEOUT)
 
-    def _grow(self, now: float) -> None:
-        """A page for each decoding row whose next token begins one."""
-        slots = self._slots
-        needs_N = (
-            (slots.tokens_N - slots.planned_N == 1)
-            & (slots.planned_N == slots.num_pages_N * self.limits.page_size)
-            & (slots.tokens_N < slots.stop_at_N)
-        )
-        needy = np.flatnonzero(needs_N)
-        if not len(needy):
-            return
-        pages = self._pool.reserve(len(needy))
-        if pages is not None:
-            slots.attach_page(needy, pages)
-            return
-        for slot in sorted(
-            needy.tolist(), key=lambda slot: self._policy.key(slots.sequence_N[slot])
-        ):
-            self._grow_in_shortage(slot, now)
+    def _in_policy_order(self, slots: list[int]) -> list[int]:
+        return sorted(slots, key=lambda slot: self._policy.key(self._slots.sequence_N[slot]))
 
     def _grow_in_shortage(self, slot: int, now: float) -> None:
         """One page for one row, at others' cost. A row that gets none sits this step out."""
         slots = self._slots
         while slots.active_N[slot]:  # it may be a victim itself
-            page = self._pool.reserve(1)
-            if page is not None:
-                slots.attach_page([slot], page)
+            if self._batch.grow_one(slot):
                 return
             candidates = evictable(slots, self._policy)
             standing = slots.standing_N[slot]
@@ -389,48 +340,24 @@ class Scheduler:
         return None
 
     def _admit_one(self, sequence: Sequence, admits: list, admitted: list) -> str | None:
-        """Match prefix, count tokens, reserve pages: here and nowhere else. Returns why not."""
-        if not self._slots.num_free:
-            return "every slot is taken"
-        known = len(sequence.tokens)
-        hits = self._match(sequence)
-        needed = self.limits.pages_for(known) - len(hits)
-        self._pool.share(hits)  # first: reserving could evict them
-        spare = self._spare_pages()
-        if needed + spare > self._pool.num_available:
-            self._pool.release(hits)
-            return f"needs {needed} pages beside {spare} to spare; " + (
-                f"{self._pool.num_available} are free"
-            )
-        pages = hits + self._pool.reserve(needed)
-        cached = len(hits) * self.limits.page_size
-        self._dequeue(sequence)
+        """Gives the head of the queue a slot and pages. Returns why not."""
         tenant = self._ledger.number(sequence.request.tenant)
         standing = self._policy.standing(sequence)
-        slot = self._slots.admit(sequence, pages, cached, tenant, standing)
+        admission = self._batch.admit(sequence, self._spare_pages(), tenant, standing)
+        if admission.slot is None:
+            return admission.why_not
+        self._dequeue(sequence)
         self._watch(sequence, 1)
-        verb = "resumed"
+        known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
         if not sequence.num_preemptions:
             verb = "admitted"
             sequence.num_cached = cached
             self._stats.prefix_query_tokens += known
             self._stats.prefix_hit_tokens += cached
             self._ledger.charge_input(tenant, known - cached)
-        admits.append((slot, sequence))
+        admits.append((admission.slot, sequence))
         admitted.append(Decision(sequence.id, f"{verb}, {cached} of {known} tokens cached"))
         return None
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Pages that hold its beginning already; its last token at least is left to compute."""
-        if not self.limits.prefix_caching:
-            return []
-        scored = sequence.index == 0 and sequence.request.params.prompt_logprobs is not None
-        if scored and sequence.num_scored < sequence.num_prompt:
-            return []  # a position must be computed to be scored, and choice 0 scores for all
-        most = (len(sequence.tokens) - 1) // self.limits.page_size
-        return self._cache.match(
-            sequence.page_chain, sequence.tokens, sequence.request.cache_salt, most
-        )
 
     def _spare_pages(self) -> int:
         """Pages an admission leaves free: one for each running row to grow into, lest it end in a
@@ -491,7 +418,7 @@ class Scheduler:
         events = self.take_events()
         live_S = self._slots.generation_N[plan.slot_S] == plan.generation_S
         rows = np.flatnonzero(live_S)
-        self._advance(plan, rows)
+        self._stats.computed_tokens += self._batch.advance(plan, rows)
         sampled = np.flatnonzero(live_S & plan.samples_S)
         first_event = len(events)
         ended = self._append(plan, result, sampled, events)
@@ -514,27 +441,6 @@ class Scheduler:
             self._gaps_s[self._num_gaps % len(self._gaps_s)] = now - self._absorbed_at
             self._num_gaps += 1
         self._absorbed_at = now
-
-    def _advance(self, plan: StepPlan, rows: np.ndarray) -> None:
-        """The KV of these rows is written now; pages that became full are published."""
-        slots, size = self._slots, self.limits.page_size
-        slot_S = plan.slot_S[rows]
-        end_S = plan.start_S[rows] + np.diff(plan.cu_q_len_S1)[rows]
-        before_S = slots.computed_N[slot_S]
-        slots.computed_N[slot_S] = end_S
-        self._stats.computed_tokens += int((end_S - before_S).sum())
-        if not self.limits.prefix_caching:
-            return
-        first_S, last_S = before_S // size, end_S // size
-        filled = np.flatnonzero(last_S > first_S)
-        for slot, first, last in zip(
-            slot_S[filled].tolist(), first_S[filled].tolist(), last_S[filled].tolist()
-        ):
-            sequence = slots.sequence_N[slot]
-            chain = sequence.page_chain
-            self._cache.extend(chain, sequence.tokens, sequence.request.cache_salt, last)
-            pages = slots.page_table_NP[slot, first:last].tolist()
-            self._cache.publish(chain[first + 1 : last + 1], pages)
 
     def _append(self, plan: StepPlan, result: StepResult, rows, events: list[TokenEvent]):
         """A token and an event for each sampled row. Returns (event, reason, stop id) of ends."""
@@ -646,7 +552,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
         self._watch(sequence, -1)
-        self._pool.release(self._slots.leave(sequence.slot))
+        self._batch.vacate(sequence)
 
     def _watch(self, sequence: Sequence, change: int) -> None:
         for token in sequence.request.params.stop_token_ids:
@@ -654,12 +560,8 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts everything that must hold between two calls. For tests and debugging."""
-        slots = self._slots
-        slots.check_invariants(self.limits.page_size)
-        running = np.flatnonzero(slots.active_N).tolist()
-        self._pool.check_invariants([slots.pages(slot) for slot in running])
-        self._cache.check_invariants()
-        placed = [*slots.running(), *self._queue]
+        self._batch.check_invariants()
+        placed = [*self._slots.running(), *self._queue]
         for followers in self._followers.values():
             placed += followers
         everyone = [sequence for choices in self._open.values() for sequence in choices]
