@@ -23,6 +23,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import Request, SamplingParams, StepResult
 
 VOCAB_SIZE = 50_000
+STEP_S = 0.02  # of the clock that the scheduler sees
 
 
 def loaded_scheduler(args) -> Scheduler:
@@ -68,11 +69,11 @@ def measure(scheduler: Scheduler, steps: int):
     previous = scheduler.plan(0.0)
     for step in range(steps):
         start = time.perf_counter()
-        plan = scheduler.plan(float(step))
+        plan = scheduler.plan(step * STEP_S)
         middle = time.perf_counter()
         result = tokens_of(previous, draw)
         resumed = time.perf_counter()
-        scheduler.absorb(previous, result, float(step))
+        scheduler.absorb(previous, result, step * STEP_S)
         end = time.perf_counter()
         plans.append(middle - start)
         absorbs.append(end - resumed)
