@@ -13,6 +13,8 @@ freed room at once. Five stages stay visible in the code:
 Start with engine/core.py, the loop that turns these into tokens.
 """
 
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.llm import LLM
 from jaxserve.types import RequestOutput, SamplingParams
 
-__all__ = ["RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams"]

@@ -6,4 +6,4 @@ from tests.conftest import DATA
 @pytest.fixture(scope="session")
 def tiny_model():
     """Folder of a random llama of 4 layers, 384 ids, llama3 rope."""
-    return DATA.parent.parent.parent / "shared/goldens/tiny/llama_llama3"
+    return DATA / "models" / "llama_llama3"
