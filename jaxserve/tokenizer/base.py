@@ -56,8 +56,8 @@ class TokenTable:
 class Tokenizer:
     """Encodes, decodes and lays out chats for one model.
 
-    bos_id: the token that begins a sequence, or None. adds_bos: the model wants it before every
-    prompt. adds_eos_id: a token the model wants after every prompt, or None (nearly always).
+    bos_id: the token that begins a sequence, or None. begin: the tokens the model wants before
+    every prompt, mostly none or (bos_id,). end: those it wants after a raw prompt, mostly none.
     eos_ids: the tokens that end a turn. chat_template: Jinja source, or None.
     """
 
@@ -67,17 +67,16 @@ class Tokenizer:
         table: TokenTable,
         *,
         bos_id: int | None = None,
-        adds_bos: bool = False,
-        adds_eos_id: int | None = None,
+        begin: Sequence[int] = (),
+        end: Sequence[int] = (),
         eos_ids: Iterable[int] = (),
         pad_id: int | None = None,
         chat_template: str | None = None,
     ):
-        assert not adds_bos or bos_id is not None
         self.vocab_size = len(table.pieces)
         self.bos_id = bos_id
-        self.adds_bos = adds_bos
-        self.adds_eos_id = adds_eos_id
+        self.begin = list(begin)
+        self.end = list(end)
         self.eos_ids = frozenset(eos_ids)
         self.pad_id = pad_id
         self.special_ids = table.special
@@ -105,9 +104,9 @@ class Tokenizer:
         ids = self._encoder.encode(text)
         if not add_special_tokens:
             return ids
-        if self.adds_eos_id is not None and ids[-1:] != [self.adds_eos_id]:
-            ids.append(self.adds_eos_id)
-        return self._with_one_bos(ids)
+        if self.end and ids[-len(self.end) :] != self.end:
+            ids = ids + self.end
+        return self._begun_once(ids)
 
     def encode_chat(
         self, messages: Sequence[dict], *, tools=None, add_generation_prompt=True, **template_kwargs
@@ -126,19 +125,17 @@ class Tokenizer:
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
         encode = self._encode_sealed if SEAL in text else self._encoder.encode
-        return self._with_one_bos(encode(text))
+        return self._begun_once(encode(text))
 
     def max_chars_for(self, max_tokens: int) -> int:
         """No text of more characters fits in max_tokens: a cheap check before tokenising."""
         return max_tokens * self._longest * self._encoder.chars_shrink
 
-    def _with_one_bos(self, ids: list[int]) -> list[int]:
-        if not self.adds_bos:
-            return ids
-        begin = 0
-        while begin < len(ids) and ids[begin] == self.bos_id:
-            begin += 1
-        return [self.bos_id, *ids[begin:]]
+    def _begun_once(self, ids: list[int]) -> list[int]:
+        size, at = len(self.begin), 0
+        while size and ids[at : at + size] == self.begin:
+            at += size
+        return self.begin + ids[at:]
 
     # ---- ids to text
 

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 
-from jaxserve.tokenizer.messages import json_copy, template_message
+from jaxserve.tokenizer.messages import Reading, json_copy, template_message
 from jaxserve.tokenizer.sandbox import (
     MAX_TEMPLATE_CHARS,
     BoundedEnvironment,
@@ -49,17 +49,15 @@ class ChatTemplate:
         written = {text for text in added if MARK.fullmatch(text) and text in source}
         self._control = ControlTexts(written | set(special))
         self.control = self._control.texts
-        self._knows_developer = "developer" in source
-        self._wants_parts = False
-        self._wants_objects: bool | None = None  # of tool call arguments; tried when first needed
+        self._reading = Reading()
         self._fault: str | None = None
         try:
             if len(source) > MAX_TEMPLATE_CHARS:
                 raise TemplateError(f"it is longer than {MAX_TEMPLATE_CHARS} characters")
             self._template = self._environment.from_string(source)
-            self._wants_parts = _loops_over_content(self._environment.syntax(source))
+            self._reading = self._find_reading(source)
         except (jinja2.TemplateError, TemplateError, RecursionError, SyntaxError) as error:
-            self._fault = f"the chat template cannot be used: {error or type(error).__name__}"
+            self._fault = str(error) or type(error).__name__
 
     def render(
         self, messages: Sequence[dict], *, tools=None, add_generation_prompt=True, **arguments
@@ -73,8 +71,8 @@ class ChatTemplate:
             raise TemplateError(f"{min(reserved)!r} cannot be set through template arguments")
         spellings = _Spellings(self._special, self._control)
         context = {
-            **self._named_tokens,
             **json_copy(arguments, spellings.anyone, "template arguments"),
+            **self._named_tokens,
             "messages": [self._message(message, spellings) for message in messages],
             "tools": json_copy(tools, spellings.anyone, "tools") or None,
             "add_generation_prompt": add_generation_prompt,
@@ -84,19 +82,15 @@ class ChatTemplate:
 
     def _message(self, message: Any, spellings: _Spellings) -> dict:
         role = message.get("role") if isinstance(message, Mapping) else None
-        made = template_message(
-            message,
-            spellings.assistant if role == "assistant" else spellings.anyone,
-            parts=self._wants_parts,
-            takes_objects=self._takes_argument_objects,
-        )
-        if role == "developer" and not self._knows_developer:
-            made["role"] = "system"
-        return made
+        spell = spellings.assistant if role == "assistant" else spellings.anyone
+        return template_message(message, spell, self._reading)
 
     def _run(self, context: dict[str, Any]) -> str:
         if self._fault is not None:
-            raise TemplateError(f"{self._fault}. Give another one with --chat_template")
+            raise TemplateError(
+                f"the chat template cannot be used ({self._fault}); give another one with "
+                "--chat_template"
+            )
         self._environment.start(Meter())
         try:
             pieces = self._template.root_render_func(self._template.new_context(context))
@@ -110,22 +104,31 @@ class ChatTemplate:
                 f"the chat template failed on this chat: {type(error).__name__}: {error}"
             ) from None
 
-    def _takes_argument_objects(self) -> bool:
-        """Whether tool call arguments should be objects: most templates print them with tojson,
-        some expect JSON text and fail on an object or print it Python's way. Tried once."""
-        if self._wants_objects is None:
-            function = {"name": "f", "arguments": {PROBE: 1}}
-            call = {"id": "call00000", "type": "function", "function": function}
-            messages = [
-                {"role": "user", "content": "x"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]
-            context = {**self._named_tokens, "messages": messages, "tools": None}
-            try:
-                self._wants_objects = f"'{PROBE}'" not in self._run(context)
-            except TemplateError as error:
-                self._wants_objects = "TypeError" not in str(error)
-        return self._wants_objects
+    def _find_reading(self, source: str) -> Reading:
+        syntax = self._environment.syntax(source)
+        tests = syntax.find_all(jinja2.nodes.Test)
+        none = any(test.name == "none" and _is_content(test.node) for test in tests)
+        return Reading(
+            parts=any(_is_content(loop.iter) for loop in syntax.find_all(jinja2.nodes.For)),
+            none=none,
+            objects=self._takes_argument_objects(None if none else ""),
+            developer="developer" in source,
+        )
+
+    def _takes_argument_objects(self, content: str | None) -> bool:
+        """Tries a call whose arguments are an object. Most templates print it with tojson; some
+        expect JSON text, and fail on an object or print it Python's way."""
+        function = {"name": "f", "arguments": {PROBE: 1}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+        ]
+        try:
+            text = self._run({**self._named_tokens, "messages": messages, "tools": None})
+        except TemplateError as error:
+            return "TypeError" not in str(error)
+        return f"'{PROBE}'" not in text
 
 
 class _Spellings:
@@ -147,19 +150,15 @@ class _Spellings:
 
     def _broken(self, texts: ControlTexts, text: str) -> str:
         broken = texts.break_up(text)
-        self.found |= broken is not text
+        self.found |= broken != text
         return broken
 
 
-def _loops_over_content(syntax: jinja2.nodes.Template) -> bool:
-    """Whether the template reads a message's content as a list of parts."""
-
-    def is_content(node) -> bool:
-        match node:
-            case jinja2.nodes.Name(name=name) | jinja2.nodes.Getattr(attr=name):
-                return name == "content"
-            case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value=name)):
-                return name == "content"
-        return False
-
-    return any(is_content(loop.iter) for loop in syntax.find_all(jinja2.nodes.For))
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    """Whether a template's expression means the content of a message, judged by its name."""
+    match node:
+        case jinja2.nodes.Name(name=name) | jinja2.nodes.Getattr(attr=name):
+            return name == "content"
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value=name)):
+            return name == "content"
+    return False

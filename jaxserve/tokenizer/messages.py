@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +15,41 @@ ROLE = re.compile(r"[A-Za-z_]{1,32}")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def template_message(
-    message: Any, spell: Callable[[str], str], *, parts: bool, takes_objects: Callable[[], bool]
-) -> dict:
-    """A copy of one message for a template.
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a template reads messages.
 
-    spell: applied to every string in it, the role aside. parts: the template reads content as a
-    list of parts; otherwise several parts become one text, on lines of their own. takes_objects:
-    whether tool call arguments become objects; asked only where there are any. Raises
-    TemplateError naming what is wrong.
+    parts: content may be a list of parts; for others several parts become one text, on lines of
+    their own. none: it tells a missing content from an empty one. objects: the arguments of tool
+    calls are objects, not JSON text. developer: it knows that role; for others it is system.
+    """
+
+    parts: bool = False
+    none: bool = False
+    objects: bool = True
+    developer: bool = False
+
+
+def template_message(message: Any, spell: Callable[[str], str], reading: Reading) -> dict:
+    """A copy of one message as a template reads it, every string in it put through `spell`.
+
+    Raises TemplateError naming what is wrong with the message.
     """
     if not isinstance(message, Mapping):
         raise TemplateError(f"a message is a {type(message).__name__}; send objects with a role")
     role = message.get("role")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
-        raise TemplateError(
-            f"the role of a message is {role!r:.80}; use system, user, assistant, tool"
-        )
-    rest = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls")}
-    made = {"role": role, **json_copy(rest, spell, f"the {role} message")}
-    made["content"] = _content(message.get("content"), role, spell, parts)
+        raise TemplateError(f"a message's role is {role!r:.80}; use system, user, assistant, tool")
+    if role == "developer" and not reading.developer:
+        role = "system"
+    made = {"role": role, "content": _content(message.get("content"), role, spell, reading)}
     if message.get("tool_calls"):
         calls = json_copy(message["tool_calls"], spell, "tool_calls")
-        made["tool_calls"] = [_tool_call(call, takes_objects()) for call in calls]
-    return made
+        made["tool_calls"] = [_tool_call(call, reading.objects) for call in calls]
+        if message.get("content") is None and reading.none:
+            made["content"] = None
+    rest = {key: value for key, value in message.items() if key not in (*made, "tool_calls")}
+    return made | json_copy(rest, spell, f"the {role} message")
 
 
 def json_copy(value: Any, spell: Callable[[str], str], what: str, depth: int = 0) -> Any:
@@ -56,7 +68,7 @@ def json_copy(value: Any, spell: Callable[[str], str], what: str, depth: int = 0
     raise TemplateError(f"{what}: a {type(value).__name__} is not JSON")
 
 
-def _content(content: Any, role: str, spell: Callable[[str], str], parts: bool) -> Any:
+def _content(content: Any, role: str, spell: Callable[[str], str], reading: Reading) -> Any:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -66,7 +78,7 @@ def _content(content: Any, role: str, spell: Callable[[str], str], parts: bool) 
             f"the {role} message's content is a {type(content).__name__}; send text"
         )
     texts = [spell(_part_text(part, role)) for part in content]
-    if parts and len(texts) > 1:
+    if reading.parts and len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
 

@@ -2,9 +2,10 @@
 
 A chat template comes with a model, so it is input. Jinja's sandbox keeps it from attributes and
 from changing what it is given; it does not bound work. Here every loop turn, call and filter passes
-a `Meter`, which stops a render that uses too much processor time, and nothing a template builds may
-weigh more than MAX_WEIGHT (characters and elements, counted as if nothing were shared). Between two
-checks an operation is linear in things of that weight, so stopping comes soon.
+a `Meter`, which stops a render that uses too much processor time, and what a template
+joins, prints, compares or multiplies may weigh no more than MAX_WEIGHT, counted as if nothing in it
+were shared. Between two checks an operation is linear in things of that weight, so stopping comes
+soon.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ import jinja2.visitor
 
 MAX_TEMPLATE_CHARS = 512 * 1024
 MAX_WEIGHT = 8 * 1024 * 1024
-MAX_SECONDS = 1.0  # of this thread's processor time; templates take a millisecond
+ELEMENT_WEIGHT = 16  # of each value, beside the characters of strings
+MAX_SECONDS = 0.5  # of this thread's processor time; templates take a millisecond
 MAX_NUMBER_BITS = 256
 MAX_FORMAT_CHARS = 256
 MAX_INDENT = 16
 TICKS_PER_CLOCK_READ = 128
 
-# Filters whose work or result grows with all that their arguments hold, not with their number.
+# Filters and tests whose work grows with all that their arguments hold, not with their number.
 WEIGHING_FILTERS = {"string", "tojson", "sort", "dictsort", "unique", "min", "max", "_weighed"}
+COMPARING_TESTS = {
+    "==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt",
+    "greaterthan", "ge", "in",
+}  # fmt: skip
 FILTERS = {
     "abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
     "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr",
@@ -52,8 +58,8 @@ METHODS = {
         "startswith", "strip", "swapcase", "title", "upper",
     },
     dict: {"get", "items", "keys", "values"},
-    list: {"count", "index"},
-    tuple: {"count", "index"},
+    list: set(),
+    tuple: set(),
 }  # fmt: skip
 GROWING_METHODS = {"format", "join", "replace"}
 
@@ -70,15 +76,18 @@ class Meter:
         self._end = clock() + MAX_SECONDS
         self._ticks = 0
 
-    def tick(self, count: int = 1) -> None:
-        self._ticks += count
-        if self._ticks >= TICKS_PER_CLOCK_READ:
-            self._ticks = 0
-            if self._clock() > self._end:
-                raise TemplateError(
-                    f"the chat template ran for more than {MAX_SECONDS:g} s; give another one with "
-                    "--chat_template"
-                )
+    def check_time(self) -> None:
+        if self._clock() > self._end:
+            raise TemplateError(
+                f"the chat template ran for more than {MAX_SECONDS:g} s; give another one with "
+                "--chat_template"
+            )
+
+    def tick(self) -> None:
+        """Counts something small; every so many times it looks at the clock."""
+        self._ticks += 1
+        if self._ticks % TICKS_PER_CLOCK_READ == 0:
+            self.check_time()
 
     def loop(self, items: Iterable):
         for item in items:
@@ -86,13 +95,15 @@ class Meter:
             yield item
 
     def weigh(self, *values) -> int:
-        """Characters and elements of the values; raises when they are too many."""
+        """Weight of the values, counted as if nothing were shared; raises when it is too much."""
         weight, stack = 0, list(values)
         while stack:
             value = stack.pop()
             self.tick()
-            weight += 1 + (len(value) if isinstance(value, str) else 0)
-            if isinstance(value, dict):
+            weight += ELEMENT_WEIGHT
+            if isinstance(value, str):
+                weight += len(value)
+            elif isinstance(value, dict):
                 stack.extend(value)
                 stack.extend(value.values())
             elif isinstance(value, (list, tuple)):
@@ -124,6 +135,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self._running = threading.local()
         self.filters = _filters(self)
+        self.tests |= {name: _metered(self, self.tests[name], True) for name in COMPARING_TESTS}
         keep = ("range", "dict", "namespace", "cycler", "joiner")
         self.globals = {name: self.globals[name] for name in keep}
         self.globals["raise_exception"] = _raise_exception
@@ -166,13 +178,13 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context, obj, /, *args, **kwargs):
-        self.meter.tick()
+        self.meter.check_time()
         if isinstance(obj, jinja2.runtime.LoopContext) and args:  # a recursive loop's next level
             args = (self.meter.loop(args[0]), *args[1:])
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context, operator, left, right):
-        self.meter.tick()
+        self.meter.check_time()
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
             _check_numbers(operator, left, right)
         elif operator == "*":
@@ -255,6 +267,9 @@ def _filters(environment: BoundedEnvironment) -> dict[str, Callable]:
     def replace(text, old, new, count=-1):
         return environment.getattr(str(text), "replace")(str(old), str(new), count)
 
+    def format(text, *args, **kwargs):
+        return environment.call_binop(None, "%", str(text), kwargs or args)
+
     def indent(text, width=4, first=False, blank=False):
         text, margin = str(text), width if isinstance(width, str) else " " * min(width, 999)
         environment.meter.check(len(text) + text.count("\n") * len(margin))
@@ -268,7 +283,8 @@ def _filters(environment: BoundedEnvironment) -> dict[str, Callable]:
         return value
 
     filters = {name: jinja2.defaults.DEFAULT_FILTERS[name] for name in FILTERS}
-    filters |= {"join": join, "replace": replace, "indent": indent, "tojson": _tojson}
+    filters |= {"join": join, "replace": replace, "format": format, "indent": indent}
+    filters["tojson"] = _tojson
     filters["_loop"] = lambda items: environment.meter.loop(items)
     filters["_concat"] = lambda parts: environment.concat(map(str, _weighed(parts)))
     filters["_weighed"] = lambda value: value
@@ -281,7 +297,7 @@ def _metered(environment: BoundedEnvironment, function: Callable, weighs: bool) 
     @functools.wraps(function)
     def metered(*args, **kwargs):
         meter = environment.meter
-        meter.tick()
+        meter.check_time()
         if weighs:
             args = [list(meter.loop(a)) if hasattr(a, "__next__") else a for a in args]
             meter.weigh(*args, kwargs)

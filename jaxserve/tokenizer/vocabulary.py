@@ -1,0 +1,120 @@
+"""Vocabularies as GGUF and sentencepiece files list them: pieces, their kinds, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import tokenizers
+from tokenizers import AddedToken, models, normalizers
+
+from jaxserve.tokenizer.base import TokenTable
+
+# Kinds of piece; both formats use these numbers.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+WORD_MARK = "\u2581"  # sentencepiece spells a space so
+
+Merges = Sequence[tuple[str, str]]
+
+
+class Vocabulary:
+    """Pieces by id and their kinds. Raises ValueError when the two do not fit together."""
+
+    def __init__(self, pieces: Sequence[str], kinds: Sequence[int] | None = None):
+        self.pieces = list(pieces)
+        self.kinds = [NORMAL] * len(self.pieces) if kinds is None else [int(k) for k in kinds]
+        if len(self.kinds) != len(self.pieces):
+            raise ValueError(
+                f"{len(self.kinds)} token types for {len(self.pieces)} tokens; the file is damaged"
+            )
+        self.ids = {piece: token for token, piece in enumerate(self.pieces)}
+
+    def of_kind(self, *kinds: int) -> list[int]:
+        return [token for token, kind in enumerate(self.kinds) if kind in kinds]
+
+    def table(self, spell: Callable[[str], bytes], drops_first_space: bool) -> TokenTable:
+        """What ids stand for. spell: the bytes of a normal or user-defined piece."""
+
+        def data(piece: str, kind: int) -> bytes:
+            if kind in (NORMAL, USER_DEFINED):
+                return spell(piece)
+            if kind == BYTE:
+                return byte_of(piece)
+            return b"" if kind == UNUSED else piece.encode("utf-8", "replace")
+
+        special = self.of_kind(CONTROL, UNKNOWN)
+        return TokenTable(
+            pieces=self.pieces,
+            data=[data(piece, kind) for piece, kind in zip(self.pieces, self.kinds)],
+            special=frozenset(special),
+            added={self.pieces[t]: t for t in [*special, *self.of_kind(USER_DEFINED)]},
+            drops_first_space=drops_first_space,
+        )
+
+    def scored_merges(self, scores: Sequence[float]) -> Merges:
+        """The merges that sentencepiece scores imply: every split of a piece into two pieces.
+
+        Better scores merge first. User-defined pieces are found whole in text, so whatever forms
+        them goes before all else.
+        """
+        if len(scores) != len(self.pieces):
+            raise ValueError(
+                f"{len(scores)} scores for {len(self.pieces)} tokens; the file is damaged"
+            )
+        ids, merges = self.ids, []
+        for piece, score, kind in zip(self.pieces, scores, self.kinds):
+            if kind not in (NORMAL, USER_DEFINED):
+                continue
+            rank = 0.0 if kind == USER_DEFINED else -score
+            splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+            found = [(ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids]
+            merges += [(rank, a, b) for _, _, a, b in sorted(found)]
+        merges.sort(key=lambda merge: merge[0])  # stable: equal scores stay in order of the piece
+        return [(a, b) for _, a, b in merges]
+
+    def check_merges(self, merges: Merges) -> Merges:
+        for pair in merges:
+            if len(pair) != 2 or any(part not in self.ids for part in (*pair, "".join(pair))):
+                raise ValueError(
+                    f"the merge of {' + '.join(pair)!r} is not between tokens of this vocabulary; "
+                    "the file is damaged"
+                )
+        return merges
+
+    def word_marked_bpe(
+        self, merges: Merges, unknown: int | None, rules: Iterable[normalizers.Normalizer]
+    ) -> tokenizers.Tokenizer:
+        """Sentencepiece's BPE. rules: normalisation before spaces become word marks."""
+        model = models.BPE(
+            self.ids,
+            merges,
+            unk_token=None if unknown is None else self.pieces[unknown],
+            fuse_unk=True,
+            byte_fallback=BYTE in self.kinds,
+        )
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.normalizer = normalizers.Sequence([*rules, normalizers.Replace(" ", WORD_MARK)])
+        self.add_to(tokenizer)
+        return tokenizer
+
+    def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Tells the encoder which pieces are found whole in text."""
+        special = [self.pieces[t] for t in self.of_kind(CONTROL, UNKNOWN)]
+        plain = [self.pieces[t] for t in self.of_kind(USER_DEFINED)]
+        tokenizer.add_special_tokens(
+            [AddedToken(p, special=True, normalized=False) for p in special]
+        )
+        tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in plain])
+
+
+def words(piece: str) -> bytes:
+    """Bytes of a piece spelled sentencepiece's way."""
+    return piece.replace(WORD_MARK, " ").encode("utf-8", "replace")
+
+
+def byte_of(piece: str) -> bytes:
+    """The byte that a piece like <0x0A> stands for."""
+    try:
+        return bytes([int(piece.removeprefix("<0x").removesuffix(">"), 16)])
+    except ValueError:
+        raise ValueError(f"byte token {piece!r} is not spelled like <0x0A>") from None
