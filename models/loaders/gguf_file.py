@@ -198,7 +198,10 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
         return cursor.text(f"metadata {key!r}")
     if kind == ARRAY:
         return _read_array(cursor, key)
-    return _read_scalars(cursor, kind, 1, key)[0].item()
+    scalar = _read_scalars(cursor, kind, 1, key)[0]
+    if scalar.dtype == np.float32:
+        return float(str(scalar))  # the shortest decimal: 1e-05 as its author wrote, not 9.99e-06
+    return scalar.item()
 
 
 def _read_array(cursor: _Cursor, key: str) -> list[str] | np.ndarray:

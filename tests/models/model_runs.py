@@ -1,4 +1,4 @@
-"""Runs a loaded model over the paged cache the way the engine does, for comparisons with goldens."""
+"""Runs a loaded model over the paged cache the way the engine does, to compare with goldens."""
 
 import functools
 
