@@ -1,0 +1,154 @@
+"""The virtual token counter keeps backlogged tenants within the bound of its paper."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_driver import VOCAB_SIZE, Driver, small_limits
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.fairness import MAX_IDLE_TENANTS, ServiceLedger
+
+MOST_INPUT = 30
+LIMITS = dict(num_slots=4, num_pages=21, token_budget=12, prefix_caching=False, max_queued=10_000)
+
+
+class CountingDriver(Driver):
+    """Adds up the service of generated tokens as they come."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.served = {"a": 0.0, "b": 0.0}
+
+    def take(self, events):
+        super().take(events)
+        for event in events:
+            if event.token is not None:
+                self.served[event.sequence.request.tenant] += self.output_weight
+
+
+def service_differences(policy, arrivals, weights=(1.0, 2.0)):
+    """Runs two tenants' arrivals, (step, tenant, prompt length, output length) each.
+
+    Returns, for each stretch of steps in which both had a sequence waiting throughout, the
+    difference of service received between any of its two moments, at most. Service is counted here
+    from plans and events, not taken from the scheduler's own books.
+    """
+    config = SchedulerConfig(
+        policy=policy, vtc_input_weight=weights[0], vtc_output_weight=weights[1]
+    )
+    driver = CountingDriver(small_limits(**LIMITS), config, check=False)
+    arrivals = sorted(arrivals)
+    served, admitted = driver.served, set()
+    driver.output_weight = weights[1]
+    stretch, spans = [], []
+    for step in range(50_000):
+        while arrivals and arrivals[0][0] <= step:
+            _, tenant, prompt, output = arrivals.pop(0)
+            tokens = [(step + i * i) % VOCAB_SIZE for i in range(prompt)]
+            driver.send(tokens, tenant=tenant, max_tokens=output, ignore_eos=True)
+        if not arrivals and not driver.scheduler.has_work and driver.in_flight is None:
+            break
+        plan = driver.step()
+        for _, sequence in plan.admits if plan else ():
+            if sequence.id not in admitted:
+                admitted.add(sequence.id)
+                served[sequence.request.tenant] += weights[0] * sequence.num_prompt
+        waiting = {sequence.request.tenant for sequence in driver.scheduler._queue}
+        if len(waiting) == 2:
+            stretch.append(served["a"] - served["b"])
+        elif stretch:
+            spans.append(np.ptp(stretch))
+            stretch = []
+    driver.run().check_outputs()
+    return spans + ([np.ptp(stretch)] if stretch else [])
+
+
+def bound(weights=(1.0, 2.0)):
+    """Theorem 4.4: twice max(w_p * longest input, w_q * tokens of a running batch).
+
+    A batch holds one token more a row than there is KV: the last one is sampled, never computed.
+    """
+    limits = small_limits(**LIMITS)
+    batch_tokens = limits.kv_tokens + limits.num_slots
+    return 2 * max(weights[0] * MOST_INPUT, weights[1] * batch_tokens)
+
+
+arrival = st.tuples(
+    st.integers(0, 60), st.sampled_from("ab"), st.integers(1, MOST_INPUT), st.integers(1, 30)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(arrival, min_size=10, max_size=120), st.sampled_from([(1.0, 2.0), (1.0, 1.0)]))
+def test_two_backlogged_tenants_stay_within_the_bound(arrivals, weights):
+    for difference in service_differences("vtc", arrivals, weights):
+        assert difference <= bound(weights)
+
+
+def flood():
+    """One tenant sends sixty at once, the other a steady few."""
+    return [(0, "a", 30, 20)] * 60 + [(3 * i, "b", 20, 10) for i in range(60)]
+
+
+def test_a_flood_stays_within_the_bound():
+    spans = service_differences("vtc", flood())
+    assert spans and max(spans) <= bound()
+
+
+def test_first_come_first_served_breaks_it():
+    """The bound is worth something: without the counters the same flood exceeds it."""
+    assert max(service_differences("fcfs", flood())) > 3 * bound()
+
+
+def test_a_flood_does_not_delay_the_other_tenant():
+    first = {}
+    for policy in ("vtc", "fcfs"):
+        driver = Driver(small_limits(**LIMITS), SchedulerConfig(policy=policy), check=False)
+        for _ in range(100):
+            driver.send([5] * 20, tenant="flood", max_tokens=10, ignore_eos=True)
+        light = [driver.send([7] * 10, tenant="light", max_tokens=5) for _ in range(3)]
+        driver.run()
+        first[policy] = max(driver.token_times[key, 0][0] for key in light)
+    assert first["vtc"] < 25 < 200 < first["fcfs"]
+
+
+def test_work_conserving():
+    """A tenant alone gets everything: the counters hold nobody back."""
+    steps = {}
+    for policy in ("vtc", "fcfs"):
+        driver = Driver(small_limits(**LIMITS), SchedulerConfig(policy=policy), check=False)
+        for _ in range(30):
+            driver.send([5] * 20, tenant="only", max_tokens=10, ignore_eos=True)
+        driver.run()
+        steps[policy] = len(driver.plans)
+    assert steps["vtc"] == steps["fcfs"]
+
+
+def test_a_pause_earns_no_credit():
+    ledger = ServiceLedger()
+    busy, back = ledger.number("busy"), ledger.number("back")
+    ledger.enter(busy)
+    ledger.charge_input(busy, 1000)
+    ledger.enter(back)
+    assert ledger.service_U[back] == 1000 and ledger.gap() == 0
+    ledger.leave(back)
+    ledger.leave(busy)
+    ledger.charge_input(busy, 50)
+    third = ledger.number("third")
+    ledger.enter(third)  # nobody waits: the level of the last to leave, then 1000
+    assert ledger.service_U[third] == pytest.approx(1000)
+
+
+def test_idle_tenants_are_forgotten_and_lose_nothing():
+    ledger = ServiceLedger()
+    for index in range(3 * MAX_IDLE_TENANTS):
+        number = ledger.number(f"t{index}")
+        ledger.opened(number, 1)
+        ledger.enter(number)
+        ledger.charge_input(number, 10)
+        ledger.leave(number)
+        ledger.closed(number)
+    assert len(ledger._number_of) <= MAX_IDLE_TENANTS + 1
+    assert len(ledger.names) <= MAX_IDLE_TENANTS + 1
+    assert ledger.service_U[ledger.number(f"t{index}")] > 0
