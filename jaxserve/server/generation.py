@@ -72,9 +72,8 @@ class Tally:
 
     def add(self, prompt_index: int, delta: OutputDelta) -> None:
         self.completion_tokens += len(delta.token_ids)
-        if delta.num_cached_tokens:
-            seen = self.cached_tokens.get(prompt_index, 0)
-            self.cached_tokens[prompt_index] = max(seen, delta.num_cached_tokens)
+        if delta.index == 0 and delta.num_cached_tokens:  # the others reuse the first one's prompt
+            self.cached_tokens[prompt_index] = delta.num_cached_tokens
 
     def usage(self) -> dict:
         return {

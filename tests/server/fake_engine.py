@@ -8,11 +8,16 @@ must come. Events decide when something happens: `hold()` stops all output until
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
 import time
 from types import SimpleNamespace
-from typing import ClassVar
 
+from jaxserve.tokenizer import Tokenizer, load
 from jaxserve.types import (
     EngineFailed,
     FinishReason,
@@ -26,42 +31,48 @@ MODEL = "fake-model"
 STEP_LOGPROB = -0.5  # of every chosen token; the k-th alternative has -0.5 - k
 
 
-class ByteTokenizer:
-    vocab_size = VOCAB
-    bos_id, eos_ids, pad_id = BOS, frozenset([EOS]), EOS
-    chat_template = "bytes"
-    names: ClassVar = {BOS: "<s>", EOS: "</s>", START: "<|im_start|>", END: "<|im_end|>"}
+TEMPLATE = """{% for message in messages %}{% if message.content == "refused by the template" %}
+{{- raise_exception("the template refuses this conversation") }}{% endif %}<|im_start|>
+{{- message.role }}\n{{ message.content }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+NAMES = {"<s>": BOS, "</s>": EOS, "<|im_start|>": START, "<|im_end|>": END}
 
-    def encode(self, text, add_special_tokens=True):
-        return [BOS] * add_special_tokens + list(text.encode())
 
-    def encode_chat(self, messages, *, tools=None, add_generation_prompt=True, **kwargs):
-        ids = [BOS]
-        for message in messages:
-            if message["content"] == "refused by the template":
-                raise ValueError("the template refuses this conversation")
-            ids += [START, *f"{message['role']}\n{message['content']}".encode(), END]
-        if add_generation_prompt:
-            ids += [START, *b"assistant\n"]
-        return ids
+def byte_alphabet() -> list[str]:
+    """How byte-level vocabularies spell the bytes 0..255 (GPT-2's table)."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
 
-    def decode(self, ids, skip_special_tokens=True):
-        data = b"".join(
-            self.token_bytes(i) for i in ids if not (skip_special_tokens and self.is_special(i))
-        )
-        return data.decode("utf-8", "replace")
 
-    def token_bytes(self, token):
-        return bytes([token]) if token < 256 else self.names[token].encode()
-
-    def token_text(self, token):
-        return self.token_bytes(token).decode("utf-8", "replace")
-
-    def is_special(self, token):
-        return token >= 256
-
-    def max_chars_for(self, max_tokens):
-        return max_tokens * 4
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """A real tokenizer over bytes, with a ChatML template, loaded from a Hugging Face folder."""
+    added = [
+        {"id": token, "content": name, "special": True, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for name, token in NAMES.items()
+    ]  # fmt: skip
+    vocab = {char: byte for byte, char in enumerate(byte_alphabet())} | NAMES
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+             "use_regex": False}  # fmt: skip
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    content = {
+        "version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
+        "decoder": level, "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, text],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}},
+        },
+    }  # fmt: skip
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    settings |= {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return load(folder)
 
 
 def letter(prompt_sum, index, position) -> int:
@@ -95,7 +106,7 @@ class FakeEngine:
     """scripts: prompt text -> bytes that choice outputs instead of letters, then ends by itself."""
 
     def __init__(self, max_model_len=64, max_queued=1000):
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = copy.copy(byte_tokenizer())
         self.config = SimpleNamespace(max_queued=max_queued)
         self.model_name, self.max_model_len, self.vocab_size = MODEL, max_model_len, VOCAB
         self.description = "fake"
