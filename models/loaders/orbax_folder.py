@@ -65,7 +65,7 @@ def read_orbax(folder: pathlib.Path) -> dict[str, OrbaxTensor]:
         with _checkpointer() as checkpointer:
             tree = checkpointer.metadata(root).item_metadata.tree
     except (ValueError, OSError, KeyError, AttributeError) as error:
-        raise ValueError(f"{root}: not a complete Orbax checkpoint: {error}") from error
+        raise ValueError(f"{root}: not a complete Orbax checkpoint: files are missing") from error
     digest = hashlib.sha256()
     for name in IDENTITY_FILES:
         digest.update((root / name).read_bytes() if (root / name).is_file() else b"")
