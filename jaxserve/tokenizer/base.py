@@ -15,7 +15,8 @@ from typing import Protocol
 
 from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.tokenizer.sandbox import TemplateError
-from jaxserve.tokenizer.seal import SEAL
+
+PROBED_CHARS_PER_TOKEN = 8
 
 
 class Encoder(Protocol):
@@ -58,7 +59,8 @@ class Tokenizer:
 
     bos_id: the token that begins a sequence, or None. begin: the tokens the model wants before
     every prompt, mostly none or (bos_id,). end: those it wants after a raw prompt, mostly none.
-    eos_ids: the tokens that end a turn. chat_template: Jinja source, or None.
+    eos_id: the token that files call eos. eos_ids: all tokens that end a turn, it among them.
+    chat_template: Jinja source, or None.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Tokenizer:
         bos_id: int | None = None,
         begin: Sequence[int] = (),
         end: Sequence[int] = (),
+        eos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         pad_id: int | None = None,
         chat_template: str | None = None,
@@ -77,7 +80,8 @@ class Tokenizer:
         self.bos_id = bos_id
         self.begin = list(begin)
         self.end = list(end)
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_id = eos_id
+        self.eos_ids = frozenset(eos_ids) | ({eos_id} - {None})
         self.pad_id = pad_id
         self.special_ids = table.special
         self.drops_first_space = table.drops_first_space
@@ -86,7 +90,7 @@ class Tokenizer:
         self._pieces = table.pieces
         self._data = table.data
         self._visible = [b"" if i in table.special else d for i, d in enumerate(table.data)]
-        self._longest = max(map(_num_chars, table.data), default=1)
+        self._longest = _longest(table.data)
         self._chat = None
         if chat_template is not None:
             special = {text for text, token in table.added.items() if token in table.special}
@@ -121,15 +125,29 @@ class Tokenizer:
                 "this model has no chat template; send the text to /v1/completions (LLM.generate), "
                 "or give a Jinja file with --chat_template"
             )
-        text = self._chat.render(
+        prompt = self._chat.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
-        encode = self._encode_sealed if SEAL in text else self._encoder.encode
-        return self._begun_once(encode(text))
+        encode = self._encode_sealed if prompt.sealed else self._encoder.encode
+        return self._begun_once(encode(prompt.text))
 
     def max_chars_for(self, max_tokens: int) -> int:
-        """No text of more characters fits in max_tokens: a cheap check before tokenising."""
+        """No text of more characters fits in max_tokens: a free check before tokenising."""
         return max_tokens * self._longest * self._encoder.chars_shrink
+
+    def cannot_fit(self, text: str, max_tokens: int) -> bool:
+        """Whether a text surely has more than max_tokens tokens; False when unsure.
+
+        Looks at the number of characters, and at how many tokens a beginning of the text has, so
+        the work is bounded by max_tokens however long the text is.
+        """
+        if len(text) > self.max_chars_for(max_tokens):
+            return True
+        beginning = PROBED_CHARS_PER_TOKEN * max_tokens
+        if len(text) <= beginning:
+            return False
+        # Twice, because the cut itself may cost the beginning's last word some tokens.
+        return len(self._encoder.encode(text[:beginning])) > 2 * max_tokens
 
     def _begun_once(self, ids: list[int]) -> list[int]:
         size, at = len(self.begin), 0
@@ -166,11 +184,14 @@ class Tokenizer:
 
     def _named_tokens(self) -> dict[str, str]:
         """The tokens that templates call by name, as text."""
-        named = {"bos_token": self.bos_id, "pad_token": self.pad_id}
-        named["eos_token"] = min(self.eos_ids, default=None)
-        return {k: "" if v is None else self._pieces[v] for k, v in named.items()}
+        named = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
+        return {f"{k}_token": "" if v is None else self._pieces[v] for k, v in named.items()}
 
 
-def _num_chars(data: bytes) -> int:
-    """Characters that begin in these bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in data)
+def _longest(data: list[bytes]) -> int:
+    """The most characters that begin within one token."""
+    longest = 1
+    for token in data:
+        if len(token) > longest:
+            longest = max(longest, sum(byte & 0xC0 != 0x80 for byte in token))
+    return longest

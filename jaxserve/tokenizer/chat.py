@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.nodes
@@ -23,6 +23,14 @@ from jaxserve.tokenizer.seal import ControlTexts
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"}
 MARK = re.compile(r"[<\[]\S+[>\]]")  # <tool_call>, [INST]: what a token that is a mark looks like
 PROBE = "argument_probe"
+
+
+class Prompt(NamedTuple):
+    """text: what the model reads. sealed: people spelled control tokens in it, so those of the
+    template, and only those, have a SEAL in front."""
+
+    text: str
+    sealed: bool
 
 
 class ChatTemplate:
@@ -61,8 +69,8 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[dict], *, tools=None, add_generation_prompt=True, **arguments
-    ) -> str:
-        """The prompt text; with a SEAL before each control token if a message spelled one.
+    ) -> Prompt:
+        """Lays out a chat.
 
         messages: OpenAI's shapes. tools: list of tool objects or None. arguments: what else the
         template takes, such as enable_thinking. Raises TemplateError with the remedy.
@@ -78,7 +86,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(context)
-        return self._control.seal(text) if spellings.found else text
+        return Prompt(self._control.seal(text) if spellings.found else text, spellings.found)
 
     def _message(self, message: Any, spellings: _Spellings) -> dict:
         role = message.get("role") if isinstance(message, Mapping) else None

@@ -66,6 +66,7 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         bos_id=bos_id,
         begin=(bos_id,) if adds_bos else (),
         end=(eos_id,) if adds_eos else (),
+        eos_id=eos_id,
         eos_ids=_end_ids(vocabulary, settings),
         pad_id=settings.token_id("padding"),
         chat_template=metadata.get("tokenizer.chat_template"),

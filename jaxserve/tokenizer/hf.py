@@ -133,7 +133,8 @@ def assemble(
         bos_id=ids["bos"],
         begin=begin,
         end=end,
-        eos_ids=folder.end_ids() | ({ids["eos"]} - {None}),
+        eos_id=ids["eos"],
+        eos_ids=folder.end_ids(),
         pad_id=ids["pad"],
         chat_template=folder.chat_template(),
     )

@@ -44,8 +44,8 @@ def template_message(message: Any, spell: Callable[[str], str], reading: Reading
         role = "system"
     made = {"role": role, "content": _content(message.get("content"), role, spell, reading)}
     if message.get("tool_calls"):
-        calls = json_copy(message["tool_calls"], spell, "tool_calls")
-        made["tool_calls"] = [_tool_call(call, reading.objects) for call in calls]
+        calls = json_copy(message["tool_calls"], str, "tool_calls")
+        made["tool_calls"] = [_tool_call(call, spell, reading) for call in calls]
         if message.get("content") is None and reading.none:
             made["content"] = None
     rest = {key: value for key, value in message.items() if key not in (*made, "tool_calls")}
@@ -96,8 +96,9 @@ def _part_text(part: Any, role: str) -> str:
     return text
 
 
-def _tool_call(call: Any, as_object: bool) -> dict:
-    """Arguments as an object or as JSON text, whichever the template reads."""
+def _tool_call(call: Any, spell: Callable[[str], str], reading: Reading) -> dict:
+    """Arguments as an object or as JSON text, whichever the template reads; `spell` sees them
+    without JSON's escapes."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool call has no function name")
@@ -111,6 +112,9 @@ def _tool_call(call: Any, as_object: bool) -> dict:
             ) from None
     if not isinstance(arguments, dict):
         raise TemplateError(f"the arguments of {function['name']!r:.80} are not a JSON object")
-    if not as_object:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    call = {**call, "function": {**function, "arguments": arguments}}
+    call = json_copy(call, spell, "tool_calls")
+    if not reading.objects:
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        call["function"]["arguments"] = text
+    return call

@@ -14,6 +14,8 @@ from collections.abc import Collection
 
 # Noncharacters: no text should hold them, and in people's words they are replaced.
 BREAK, SEAL = "\U0010fffe", "\U0010ffff"
+# A break as it looks where a template printed an object: as itself, in JSON's escapes, in Python's.
+_BREAKS = re.compile(rf"{BREAK}|\\udbff\\udffe|\\U0010fffe")
 _NO_MARKS = str.maketrans({BREAK: "\ufffd", SEAL: "\ufffd"})
 
 
@@ -45,7 +47,7 @@ class ControlTexts:
         """Seals the spellings that are whole, and takes the breaks out of the others."""
         if self._whole is not None:
             text = self._whole.sub(lambda found: SEAL + found[0], text)
-        return text.replace(BREAK, "")
+        return _BREAKS.sub("", text)
 
 
 def literals(texts: Collection[str]) -> str:

@@ -65,10 +65,12 @@ class Vocabulary:
         for piece, score, kind in zip(self.pieces, scores, self.kinds):
             if kind not in (NORMAL, USER_DEFINED):
                 continue
+            found = []
+            for cut in range(1, len(piece)):  # plain loop: millions of turns in a large vocabulary
+                if (left := piece[:cut]) in ids and (right := piece[cut:]) in ids:
+                    found.append((ids[left], ids[right], left, right))
             rank = 0.0 if kind == USER_DEFINED else -score
-            splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-            found = [(ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids]
-            merges += [(rank, a, b) for _, _, a, b in sorted(found)]
+            merges += [(rank, left, right) for _, _, left, right in sorted(found)]
         merges.sort(key=lambda merge: merge[0])  # stable: equal scores stay in order of the piece
         return [(a, b) for _, a, b in merges]
 
