@@ -71,6 +71,7 @@ def make_core(
     *,
     backend=("reference", "reference", False),
     num_slots=8,
+    slots=None,
     bucket=64,
     budget=None,
     num_pages=160,
@@ -82,17 +83,15 @@ def make_core(
     runner=None,
     **settings,
 ) -> EngineCore:
-    """bucket: T the programs are compiled for; budget: tokens the scheduler puts in a step.
-
-    pool_pages: pages the scheduler may use, to make them short without compiling again.
-    """
+    """num_slots, bucket and num_pages are what the programs are compiled for; slots, budget and
+    pool_pages what the scheduler uses of them, so that many settings share few programs."""
     compiled = runner or runner_for(
         folder, backend, num_slots, bucket, num_pages, page_size, deterministic
     )
     if runner is None:
         compiled.reset()
     config = EngineConfig(
-        num_slots=num_slots,
+        num_slots=slots or num_slots,
         token_budget=budget or bucket,
         num_pages=pool_pages or num_pages,
         page_size=page_size,

@@ -91,7 +91,7 @@ def test_preempted_twice(alone, tiny_model):
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_page_shortage(alone, tiny_model, prefix_caching):
-    """Everyone starts in a few pages and grows; the subject comes last, so it is a likely victim."""
+    """Everyone starts in a few pages and grows; the subject comes last: a likely victim."""
     sampling, expected = alone
     growing = [request(i, [i, 2, 3], max_tokens=90, temperature=1.0, seed=i) for i in range(6)]
     core = make_core(tiny_model, pool_pages=22, prefix_caching=prefix_caching)
