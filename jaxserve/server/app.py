@@ -46,7 +46,6 @@ def create_app(engine, config: ServerConfig, metrics: Metrics | None = None):
         reporting = asyncio.ensure_future(report_forever(engine))
         yield
         reporting.cancel()
-        service.pool.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="jaxserve",
@@ -98,6 +97,7 @@ def serve(
         server.run(sockets=[listener])
     finally:
         listener.close()
+        app.state.service.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def listen(host: str, port: int) -> socket.socket:

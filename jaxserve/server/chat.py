@@ -22,7 +22,7 @@ from jaxserve.types import OutputDelta
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **takes(ChatRequest))
+@router.post("/v1/chat/completions", **takes(ChatRequest, streams=True))
 async def chat_completions(request: Request):
     """Answers the conversation n times; with stream, as events that end in [DONE]."""
     service = service_of(request)

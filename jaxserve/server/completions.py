@@ -21,7 +21,7 @@ from jaxserve.types import OutputDelta
 router = APIRouter()
 
 
-@router.post("/v1/completions", **takes(CompletionRequest))
+@router.post("/v1/completions", **takes(CompletionRequest, streams=True))
 async def completions(request: Request):
     """Continues each prompt n times; with stream, as events that end in [DONE]."""
     service = service_of(request)

@@ -44,6 +44,7 @@ class ApiError(Exception):
     param: str | None = None
     retry_after: float | None = None
     close: bool = False
+    more_headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         super().__init__(self.message)
@@ -55,7 +56,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        headers = {}
+        headers = dict(self.more_headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after)))
         if self.close:
@@ -104,7 +105,7 @@ def _from_http(error: HTTPException) -> ApiError:
         405: ("This path does not take that method; see /openapi.json.", "method_not_allowed"),
     }
     message, code = known.get(error.status_code, (str(error.detail), "http_error"))
-    return ApiError(error.status_code, message, code)
+    return ApiError(error.status_code, message, code, more_headers=dict(error.headers or {}))
 
 
 def from_validation(error: pydantic.ValidationError) -> ApiError:

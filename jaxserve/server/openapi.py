@@ -36,12 +36,15 @@ _ERROR = {
 }
 
 
-def takes(model: type) -> dict:
-    """Arguments for a route whose JSON body is a `model`."""
+def takes(model: type, *, streams: bool = False) -> dict:
+    """Arguments for a route whose JSON body is a `model`; streams: it may answer with events."""
     _bodies[model.__name__] = model
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     content = {"application/json": {"schema": schema}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+    route = {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+    if streams:
+        route["responses"] = {200: {"content": {"text/event-stream": {"schema": {}}}}}
+    return route
 
 
 def install(app: FastAPI) -> None:

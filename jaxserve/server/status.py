@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from jaxserve.server.errors import ApiError, json_response, quote
 from jaxserve.server.service import Service, service_of
@@ -47,7 +48,7 @@ async def health(request: Request):
     return _report(service_of(request), ("ready", "draining"))
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request):
     """Prometheus text: jaxserve:* and, for existing dashboards, the same values as vllm:*."""
     text, kind = await service_of(request).in_thread(service_of(request).metrics.render)

@@ -114,7 +114,9 @@ def test_clients_that_leave_give_their_pages_back(stack, stream):
     with contextlib.ExitStack() as open_streams:
         for _ in range(12):  # some run, some queue behind four slots
             with contextlib.suppress(httpx.ReadTimeout):
-                answer = httpx.stream("POST", stack.url + "/v1/completions", json=body, timeout=0.05)
+                answer = httpx.stream(
+                    "POST", stack.url + "/v1/completions", json=body, timeout=0.05
+                )
                 open_streams.enter_context(answer)
         assert stack.engine.stats().running > 0 or not stream
     assert_idle(stack)
