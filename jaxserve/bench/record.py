@@ -1,0 +1,123 @@
+"""The JSON document of a measurement: figures, and everything needed to judge or repeat them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+
+import orjson
+
+from jaxserve.bench.metrics import Record, median_of
+
+_PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy", "flax")
+_ENERGY = pathlib.Path("/sys/class/powercap/intel-rapl:0/energy_uj")
+_ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+
+
+def document(kind: str, label: str, runs: Sequence[dict], **facts) -> dict:
+    """A measurement. kind: offline, serve, startup or sweep. runs: summaries, with `requests` and
+    `steps` where they are kept. facts: model, config, workload and the like."""
+    return {
+        "kind": kind,
+        "label": label,
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        **facts,
+        "median": median_of(runs),
+        "runs": list(runs),
+    }
+
+
+def write(path: str | pathlib.Path, documents: Sequence[dict]) -> None:
+    option = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    pathlib.Path(path).write_bytes(
+        orjson.dumps({"jaxserve_bench": 1, "results": documents}, option=option)
+    )
+
+
+def read(path: str | pathlib.Path) -> list[dict]:
+    """The documents of a file that write() wrote; ValueError for any other."""
+    try:
+        data = orjson.loads(pathlib.Path(path).read_bytes())
+        if data["jaxserve_bench"] == 1:
+            return data["results"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path}: not a file that `jaxserve bench` wrote")
+
+
+def request_rows(records: Sequence[Record]) -> dict[str, list]:
+    """Records by column, in seconds from the first one sent: enough for every plot."""
+    origin = min((r.sent for r in records), default=0.0)
+    good = [r for r in records if r.good]
+    return {
+        "sent": [round(r.sent - origin, 6) for r in good],
+        "ttft": [round(r.ttft, 6) for r in good],
+        "e2e": [round(r.e2e, 6) for r in good],
+        "prompt_tokens": [r.prompt_tokens for r in good],
+        "output_tokens": [r.output_tokens for r in good],
+        "gaps": [round(gap, 6) for r in good for gap in r.gaps],
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict:
+    """Processor, cores this process may use, memory; load of others makes figures rough."""
+    info = _cpuinfo()
+    flags = info.get("flags", "").split()
+    return {
+        "cpu": info.get("model name", platform.processor()),
+        "isa": [flag for flag in _ISA_FLAGS if flag in flags],
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().split("\n\n")[0].splitlines() if path.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def joules() -> float | None:
+    """Energy the processor has used, where the system lets us read it. Wraps, rarely."""
+    try:
+        return int(_ENERGY.read_text()) / 1e6
+    except (OSError, ValueError):
+        return None
+
+
+def engine_facts(engine) -> dict:
+    """model and config of an engine.start.Engine."""
+    model = engine.model
+    return {
+        "model": {
+            "name": model.name,
+            "weights_sha256": model.fingerprint,
+            "weight_dtype": model.weight_dtype,
+            "weight_bytes": model.weight_bytes,
+        },
+        "config": dataclasses.asdict(engine.config),
+        "runs_with": engine.description,
+        "memory": dataclasses.asdict(engine.memory_table),
+    }

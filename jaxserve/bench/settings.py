@@ -1,0 +1,75 @@
+"""Settings of `jaxserve bench` and `jaxserve report`; their fields become flags."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxserve.config import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkloadConfig:
+    """What is asked, and when. The same settings and seed give the same requests."""
+
+    workload: str = setting(
+        "skewed",
+        "random, skewed, prefix or sessions; a trace (.csv or .jsonl with input_tokens and "
+        "output_tokens); or requests (.json or .jsonl with prompt or prompt_ids and max_tokens).",
+    )
+    num_requests: int | None = setting(None, "Requests; default: 64, or all that a file holds.")
+    seed: int = setting(7, "Of prompts, lengths and arrivals.")
+    input_len: int = setting(256, "Prompt tokens: the mean of random, the prefix of prefix.")
+    output_len: int = setting(64, "Output tokens: the mean of random, each of prefix and sessions.")
+    request_rate: float | None = setting(
+        None, "Requests a second; default: all at once, or a trace's own times."
+    )
+    burstiness: float = setting(
+        1.0, "Gaps between arrivals are gamma distributed with this shape: 1 is Poisson."
+    )
+
+    def validate(self) -> None:
+        for name in ("num_requests", "input_len", "output_len", "request_rate", "burstiness"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name}={value}: must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig:
+    """How it is measured and where the figures go."""
+
+    repeats: int = setting(3, "Measured runs; figures are their medians.")
+    warmup: int = setting(4, "Requests before the first measured run, not counted.")
+    compare: str = setting(
+        "none", "static: also the static baseline, run by run.", choices=("none", "static")
+    )
+    ttft_target_ms: float | None = setting(None, "Goodput: time to first token within this.")
+    tpot_target_ms: float | None = setting(None, "Goodput: time per output token within this.")
+    e2e_target_ms: float | None = setting(None, "Goodput: whole request within this.")
+    base_url: str | None = setting(
+        None, "Measure this OpenAI-style server (http://host:port/v1); default: one of our own."
+    )
+    api_model: str | None = setting(None, "Model name to ask for; default: the server's first.")
+    api_key: str | None = setting(None, "Key for the server.")
+    extra_body: str = setting("{}", "More JSON for every request, as other servers need it.")
+    max_concurrency: int | None = setting(None, "Requests in flight at most; default: no bound.")
+    send_text: bool = setting(False, "Send prompts as text, not as token ids.")
+    rates: str = setting("0.25,0.5,1,2", "sweep: requests a second, or 'search' for the highest.")
+    ttft_p99_ms: float = setting(2000.0, "sweep --rates=search: bound on TTFT's p99.")
+    itl_p99_ms: float = setting(200.0, "sweep --rates=search: bound on inter-token time's p99.")
+    label: str | None = setting(None, "Name in tables and plots; default: what was measured.")
+    output: str | None = setting(None, "JSON file to write; default: jaxserve-bench-WHAT.json.")
+
+    def validate(self) -> None:
+        if self.repeats < 1 or self.warmup < 0:
+            raise ValueError("--repeats must be at least 1 and --warmup at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """Where the report goes."""
+
+    report_dir: str = setting("jaxserve-report", "Folder for index.html and the PNGs.")
+
+    def validate(self) -> None:
+        pass
