@@ -107,7 +107,7 @@ def _padded(values, size, fill, dtype=np.int32):
 
 def _batch(plan, end_S, num_S, max_pages) -> RaggedBatch:
     page_table_SP = np.zeros((num_S, max_pages), np.int32)
-    page_table_SP[: plan.num_rows] = plan.page_table_SP
+    page_table_SP[: plan.num_rows, : plan.page_table_SP.shape[1]] = plan.page_table_SP
     return RaggedBatch(
         page_table_SP=page_table_SP,
         kv_len_S=_padded(end_S, num_S, 0),

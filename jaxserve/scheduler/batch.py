@@ -83,7 +83,7 @@ class ActiveBatch:
             & (slots.planned_N == slots.num_pages_N * self.limits.page_size)
             & (slots.tokens_N < slots.stop_at_N)
         )
-        needy = np.flatnonzero(needs_N)
+        needy = needs_N.nonzero()[0]
         if not len(needy):
             return []
         pages = self.pool.reserve(len(needy))
@@ -111,11 +111,11 @@ class ActiveBatch:
         """
         slots, size = self.slots, self.limits.page_size
         slot_S = plan.slot_S[rows]
-        end_S = plan.start_S[rows] + np.diff(plan.cu_q_len_S1)[rows]
+        end_S = plan.end_S[rows]
         before_S = slots.computed_N[slot_S]
         slots.computed_N[slot_S] = end_S
         first_S, last_S = before_S // size, end_S // size
-        filled = np.flatnonzero(last_S > first_S)
+        filled = (last_S > first_S).nonzero()[0]
         if self.limits.prefix_caching:
             self._publish(slot_S[filled], first_S[filled], last_S[filled])
         return int((end_S - before_S).sum())

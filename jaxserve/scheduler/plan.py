@@ -40,7 +40,8 @@ class StepPlan:
     cu_q_len_S1: np.ndarray  # cumulative tokens a row
     samples_S: np.ndarray  # bool: the row reaches its last token, so it brings a new one
     token_ids_T: np.ndarray  # ON_DEVICE where the host does not know the token yet
-    page_table_SP: np.ndarray  # pages of the row's slot, null page (0) past its end
+    page_table_SP: np.ndarray  # pages of the row's slot, null page (0) past its end; as wide as
+    # the row with the most pages needs, which is far less than the longest sequence would
     num_decode: int  # rows [0, num_decode) have exactly one token
     admits: tuple[tuple[int, Sequence], ...] = ()  # (slot, sequence) newly given a slot
     admitted: tuple[Decision, ...] = ()
@@ -48,6 +49,16 @@ class StepPlan:
     waiting: tuple[Decision, ...] = ()  # the head of the queue and why it did not run
     guard: tuple[str, ...] = ()  # signs raised and lowered since the last plan
     budget: int = 0  # tokens that the step might have had
+
+    @property
+    def count_S(self) -> np.ndarray:
+        """Tokens of each row."""
+        return self.cu_q_len_S1[1:] - self.cu_q_len_S1[:-1]
+
+    @property
+    def end_S(self) -> np.ndarray:
+        """Each row's tokens with KV when the step is done."""
+        return self.start_S + self.count_S
 
     @property
     def num_rows(self) -> int:

@@ -19,8 +19,8 @@ def choose_rows(slots: SlotArray, page_size: int):
     pending_N = slots.tokens_N - slots.planned_N
     covered_N = slots.planned_N < slots.num_pages_N * page_size
     runs_N = covered_N & (slots.tokens_N < slots.stop_at_N)
-    decode = np.flatnonzero(runs_N & (pending_N == 1))
-    prefill = np.flatnonzero(runs_N & (pending_N > 1))
+    decode = (runs_N & (pending_N == 1)).nonzero()[0]
+    prefill = (runs_N & (pending_N > 1)).nonzero()[0]
     return decode, prefill[np.argsort(slots.order_N[prefill], kind="stable")]
 
 
@@ -59,7 +59,7 @@ def assemble(
         cu_q_len_S1=cu_q_len_S1,
         samples_S=samples_S,
         token_ids_T=token_ids_T,
-        page_table_SP=slots.page_table_NP[row_S],
+        page_table_SP=slots.page_table_NP[row_S, : slots.num_pages_N[row_S].max()],
         num_decode=num_decode,
         **decisions,
     )

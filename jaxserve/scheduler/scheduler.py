@@ -417,9 +417,9 @@ class Scheduler:
         self._measure(plan, now)
         events = self.take_events()
         live_S = self._slots.generation_N[plan.slot_S] == plan.generation_S
-        rows = np.flatnonzero(live_S)
+        rows = live_S.nonzero()[0]
         self._stats.computed_tokens += self._batch.advance(plan, rows)
-        sampled = np.flatnonzero(live_S & plan.samples_S)
+        sampled = (live_S & plan.samples_S).nonzero()[0]
         first_event = len(events)
         ended = self._append(plan, result, sampled, events)
         if result.prompt_scores:
@@ -463,7 +463,7 @@ class Scheduler:
                 attach_logprobs(events[first + at], result, rows[at])
         full_S = known_S >= slots.max_total_N[slot_S]
         ended = []
-        for at in np.flatnonzero(full_S | (self._watched_V[token_S] > 0)).tolist():
+        for at in (full_S | (self._watched_V[token_S] > 0)).nonzero()[0].tolist():
             event = events[first + at]
             if self._stops(event.sequence, event.token):
                 # An end token at the very last place is still the model's own end.

@@ -23,7 +23,7 @@ def test_plan_arrays_are_fresh_int32():
         for name in ("slot_S", "generation_S", "start_S", "cu_q_len_S1", "token_ids_T"):
             assert getattr(plan, name).dtype == np.int32, name
         assert plan.page_table_SP.dtype == np.int32 and plan.samples_S.dtype == bool
-        assert plan.page_table_SP.shape == (plan.num_rows, driver.limits.pages_per_row)
+        assert plan.page_table_SP.shape == (plan.num_rows, 5)  # 20 tokens: five pages
     assert not np.shares_memory(first.page_table_SP, second.page_table_SP)
     assert not np.shares_memory(first.page_table_SP, driver.scheduler._slots.page_table_NP)
 

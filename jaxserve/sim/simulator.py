@@ -1,0 +1,255 @@
+"""Simulator: the real scheduler, a virtual clock, and a cost model in place of the device.
+
+The clock moves as the pipelined engine's does: a step is planned and dispatched when the step
+before it begins to run, so what arrives while a step runs is seen one step later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.sim.cost_model import EXAMPLE, CostModel
+from jaxserve.sim.report import Report
+from jaxserve.sim.workload import Arrival, sped_up, workload
+from jaxserve.types import FinishReason, Request, RequestRefused, SamplingParams, StepResult
+
+SHORT_PROMPT = 512  # tokens; requests below it are reported as a group
+MAX_TENANT_GROUPS = 20
+VOCAB_SIZE = 1 << 20  # room for the ids of prefix blocks; no model is behind them
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """A request is good when its first token came within ttft_s and the others, in the mean, within
+    itl_s of the one before."""
+
+    ttft_s: float = 2.0
+    itl_s: float = 0.2
+
+
+@dataclasses.dataclass(slots=True)
+class _Life:
+    """first: when its first token came."""
+
+    arrival: Arrival
+    first: float = 0.0
+
+
+class Simulation:
+    """One run of a workload. step_hook(plan, seconds) is called after each step, when given."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        seconds_of,
+        *,
+        pipelined: bool = True,
+        targets: Targets | None = None,
+        host_s: float = 0.0,
+        step_hook=None,
+    ):
+        """seconds_of(plan) -> seconds of the step; host_s: seconds of the host in each step that
+        the device waits for."""
+        self.scheduler = scheduler
+        self.seconds_of = seconds_of
+        self.pipelined = pipelined
+        self.targets = targets or Targets()
+        self.host_s = host_s
+        self.step_hook = step_hook
+        self.report = Report(scheduler.config.policy, slots=scheduler.limits.num_slots)
+        self._lives: dict[str, _Life] = {}
+        self._last_token_N = np.zeros(scheduler.limits.num_slots)  # when a slot's came
+        self._num_prompt_N = np.zeros(scheduler.limits.num_slots, np.int32)
+        self._token_S = np.ones(scheduler.limits.num_slots, np.int32)
+        self._device_free = 0.0
+
+    def run(self, arrivals: Iterable[Arrival]) -> Report:
+        """Until every arrival has been served. Times in the report begin at the first arrival."""
+        arrivals = iter(arrivals)
+        waiting = next(arrivals, None)
+        start = now = waiting.time if waiting else 0.0
+        number, in_flight = 0, None
+        while waiting is not None or self.scheduler.has_work or in_flight is not None:
+            while waiting is not None and waiting.time <= now:
+                self._add(waiting, f"s{number}")
+                waiting, number = next(arrivals, None), number + 1
+            pending = self._dispatch(now)
+            for event in self.scheduler.take_events():
+                self._close(event, now)
+            ready, in_flight = (in_flight, pending) if self.pipelined else (pending, None)
+            if ready is not None:
+                plan, now, seconds = ready
+                self._absorb(plan, now, seconds)
+            elif in_flight is None and waiting is not None:
+                now = max(now, waiting.time)
+        return self._finished(now - start)
+
+    def _add(self, arrival: Arrival, request_id: str) -> None:
+        request = Request(
+            request_id,
+            arrival.prompt_ids(VOCAB_SIZE),
+            _params(arrival.output),
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            arrival=arrival.time,
+        )
+        try:
+            self.scheduler.add(request)
+        except RequestRefused:
+            return
+        self._lives[request_id] = _Life(arrival)
+
+    def _dispatch(self, now: float) -> tuple[StepPlan, float, float] | None:
+        """(plan, when it is done, its seconds), or None when there is nothing to run."""
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return None
+        seconds = self.seconds_of(plan) + self.host_s
+        self._device_free = max(self._device_free, now) + seconds
+        return plan, self._device_free, seconds
+
+    def _absorb(self, plan: StepPlan, now: float, seconds: float) -> None:
+        report = self.report
+        report.steps += 1
+        report.busy_seconds += seconds
+        report.slot_seconds += self.scheduler.num_running * seconds
+        for slot, sequence in plan.admits:
+            self._num_prompt_N[slot] = sequence.num_prompt
+        self._record_tokens(plan, now)
+        result = StepResult(self._token_S[: plan.num_rows])
+        for event in self.scheduler.absorb(plan, result, now):
+            if event.finish is not None:
+                self._close(event, now)
+        if self.step_hook is not None:
+            self.step_hook(plan, seconds)
+
+    def _record_tokens(self, plan: StepPlan, now: float) -> None:
+        """First tokens one by one, the gaps before all others at once."""
+        begins_S = plan.end_S == self._num_prompt_N[plan.slot_S]
+        for row in (begins_S & plan.samples_S).nonzero()[0].tolist():
+            life = self._lives.get(plan.sequences[row].request.id)
+            if life is not None:  # ended while the step was in flight
+                life.first = now
+        continues_S = (plan.samples_S & ~begins_S).nonzero()[0]
+        if len(continues_S):
+            self.report.group("all").itl.add(now - self._last_token_N[plan.slot_S[continues_S]])
+        self._last_token_N[plan.slot_S] = now
+
+    def _close(self, event, now: float) -> None:
+        sequence = event.sequence
+        life = self._lives.pop(sequence.request.id)
+        if event.finish not in (FinishReason.LENGTH, FinishReason.STOP):
+            return
+        arrival, outputs = life.arrival, sequence.num_output
+        ttft, e2e = life.first - arrival.time, now - arrival.time
+        gap = (now - life.first) / (outputs - 1) if outputs > 1 else 0.0
+        good = ttft <= self.targets.ttft_s and gap <= self.targets.itl_s
+        for name in self._groups(arrival):
+            group = self.report.group(name)
+            group.ttft.add_one(ttft)
+            group.e2e.add_one(e2e)
+            if name != "all" and outputs > 1:
+                group.itl.add_one(gap)  # its mean gap; "all" has every single one
+            group.good += good
+            group.output_tokens += outputs
+
+    def _groups(self, arrival: Arrival) -> Iterator[str]:
+        yield "all"
+        if arrival.prompt < SHORT_PROMPT:
+            yield "short"
+        if arrival.tenant and (
+            arrival.tenant in self.report.groups or len(self.report.groups) < MAX_TENANT_GROUPS
+        ):
+            yield arrival.tenant
+
+    def _finished(self, seconds: float) -> Report:
+        stats, report = self.scheduler.stats(), self.report
+        report.seconds = seconds
+        report.preemptions = stats.preemptions
+        report.refusals = stats.refusals
+        report.computed_tokens = stats.computed_tokens
+        report.hit_tokens = stats.prefix_hit_tokens
+        report.query_tokens = stats.prefix_query_tokens
+        return report
+
+
+_PARAMS: dict[int, SamplingParams] = {}
+
+
+def _params(output: int) -> SamplingParams:
+    if output not in _PARAMS:
+        _PARAMS[output] = SamplingParams(max_tokens=output, ignore_eos=True)
+    return _PARAMS[output]
+
+
+def simulate(
+    arrivals: Iterable[Arrival],
+    limits: Limits,
+    config: SchedulerConfig,
+    cost: CostModel,
+    targets: Targets | None = None,
+) -> Report:
+    """Serves the arrivals on paper."""
+    scheduler = Scheduler(limits, config, cache_key=b"simulation")
+    return Simulation(scheduler, cost.seconds, targets=targets).run(arrivals)
+
+
+def run(
+    *,
+    workload_name: str,
+    policies: Iterable[str] = ("fcfs",),
+    cost_model: str | None = None,
+    traces: str = "traces",
+    rate: float = 1.0,
+    count: int = 1000,
+    speed: float = 1.0,
+    num_slots: int = 256,
+    num_pages: int = 40_000,
+    page_size: int = 16,
+    token_budget: int = 2048,
+    max_model_len: int = 32_768,
+    prefix_caching: bool = False,
+    config: SchedulerConfig | None = None,
+    plot: str | None = None,
+    out=print,
+) -> list[Report]:
+    """`jaxserve simulate`: serves a workload under each policy, prints and returns the reports.
+
+    speed: factor on the workload's arrival times. plot: file for a picture of policy against
+    policy. Raises ValueError for a workload or a cost model that is not there.
+    """
+    config = config or SchedulerConfig()
+    cost = EXAMPLE if cost_model is None else CostModel.load(pathlib.Path(cost_model))
+    out(f"cost model: {cost.source}")
+    limits = Limits(
+        num_slots=num_slots,
+        num_pages=num_pages,
+        page_size=page_size,
+        token_budget=token_budget,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        prefix_caching=prefix_caching,
+        max_queued=1_000_000,
+        max_queued_tokens=10**12,
+    )
+    reports = []
+    for policy in policies:
+        arrivals = workload(workload_name, traces=pathlib.Path(traces), rate=rate, count=count)
+        chosen = dataclasses.replace(config, policy=policy)
+        reports.append(simulate(sped_up(arrivals, speed), limits, chosen, cost))
+        for line in reports[-1].lines():
+            out(line)
+    if plot is not None:
+        from jaxserve.sim.plot import compare
+
+        compare(reports, pathlib.Path(plot))
+        out(f"plot: {plot}")
+    return reports
