@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class ChatTemplate:
     special: the texts of special tokens. added: the texts of all tokens that are found whole in
     text; marks among them that the template writes count as control tokens too. named_tokens: what
     the template may call by name, such as bos_token. now: today, for templates that print it.
+    clock: seconds of processor time that this thread has used; it bounds a render.
 
     control: the texts that only the template may turn into tokens.
     """
@@ -50,8 +52,10 @@ class ChatTemplate:
         added: Collection[str] = (),
         named_tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
+        clock: Callable[[], float] = time.thread_time,
     ):
         self._environment = BoundedEnvironment(now)
+        self._clock = clock
         self._named_tokens = dict(named_tokens or {})
         self._special = ControlTexts(special)
         written = {text for text in added if MARK.fullmatch(text) and text in source}
@@ -99,7 +103,7 @@ class ChatTemplate:
                 f"the chat template cannot be used ({self._fault}); give another one with "
                 "--chat_template"
             )
-        self._environment.start(Meter())
+        self._environment.start(Meter(self._clock))
         try:
             pieces = self._template.root_render_func(self._template.new_context(context))
             return self._environment.concat(pieces)

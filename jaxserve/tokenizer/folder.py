@@ -41,13 +41,14 @@ class TokenizerFolder:
         for text, token in self._json("added_tokens.json").items():
             added[int(token)] = tokenizers.AddedToken(text, normalized=False)
         for token, entry in self.config.get("added_tokens_decoder", {}).items():
+            special = bool(entry.get("special", False))
             added[int(token)] = tokenizers.AddedToken(
                 entry["content"],
                 single_word=bool(entry.get("single_word", False)),
                 lstrip=bool(entry.get("lstrip", False)),
                 rstrip=bool(entry.get("rstrip", False)),
-                normalized=bool(entry.get("normalized", True)),
-                special=bool(entry.get("special", False)),
+                normalized=bool(entry.get("normalized", not special)),
+                special=special,
             )
         return added
 

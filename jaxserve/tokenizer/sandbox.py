@@ -15,7 +15,6 @@ import functools
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
@@ -71,7 +70,7 @@ class TemplateError(ValueError):
 class Meter:
     """Stops a render that takes too long or builds too much. One per render."""
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time):
+    def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._end = clock() + MAX_SECONDS
         self._ticks = 0
