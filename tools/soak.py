@@ -26,7 +26,6 @@ import time
 import httpx
 import numpy as np
 
-
 WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
     "school", "state", "family", "🙂", "žluť",
