@@ -50,8 +50,6 @@ class ChunkBudget:
         self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens^2, tokens * seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
-        if self.target_s is None:
-            return
         self._sums *= FORGETTING
         self._sums += (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
 

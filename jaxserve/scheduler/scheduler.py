@@ -147,6 +147,10 @@ class Scheduler:
             guard_changes=self._guard.num_changes,
         )
 
+    def predict(self, plan: StepPlan) -> float | None:
+        """Seconds that the step will take, judged by those before it; None without any."""
+        return self._budget.predict(plan.num_tokens)
+
     # What clients do
 
     def add(self, request: Request) -> None:

@@ -28,9 +28,12 @@ def small_limits(**changes) -> Limits:
 class Driver:
     """One step of time per step. Keeps every token and every end, and refuses a second end."""
 
-    def __init__(self, limits=None, config=None, *, pipelined=True, check=True):
+    def __init__(self, limits=None, config=None, *, pipelined=True, check=True, wrap=None):
+        """wrap: makes what is driven from the scheduler, a recorder for example."""
         self.limits = limits or small_limits()
         self.scheduler = Scheduler(self.limits, config, cache_key=b"test")
+        if wrap is not None:
+            self.scheduler = wrap(self.scheduler)
         limits = self.limits
         self.runner = FakeRunner(
             limits.num_slots, limits.num_pages, limits.page_size, limits.vocab_size, limits.eos_ids

@@ -1,0 +1,330 @@
+"""The decision log: one JSON line for each plan, with all that led to it.
+
+The first line is the manifest: versions, model, configuration. Every other line holds the calls the
+scheduler received since the line before, in order, and the plan that followed:
+
+    {"calls": [["add", {...}], ["absorb", step, now, [tokens]], ...], "now": 12.5, "plan": {...}}
+
+The scheduler owns no clock and no randomness, so these lines are all it takes to make every plan
+again (`replay`), to tell one request's life (`explain`), and to learn what a step costs
+(`calibrate`). The log holds the token ids of prompts and outputs: keep it as you keep those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import orjson
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.plan import Decision, StepPlan
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.sim.cost_model import CostModel, features
+from jaxserve.types import (
+    FinishReason,
+    PromptScores,
+    Request,
+    RequestRefused,
+    SamplingParams,
+    StepResult,
+)
+
+FORMAT = 1
+
+
+class RecordingScheduler:
+    """A Scheduler that writes down what it is asked and what it decides.
+
+    Same doors as Scheduler, so an engine takes either. Writes are buffered by the operating system;
+    close() when done.
+    """
+
+    def __init__(self, scheduler: Scheduler, path: pathlib.Path, manifest: dict | None = None):
+        """The file is created or overwritten, readable by its owner only."""
+        self._scheduler = scheduler
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+        self._calls: list[list] = []
+        self._file.write(_line(_manifest(scheduler, manifest or {})))
+
+    def __getattr__(self, name):
+        """Gauges and settings are the scheduler's own."""
+        return getattr(self._scheduler, name)
+
+    def add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except RequestRefused as refusal:
+            self._calls.append(["refused", _request_record(request), str(refusal)])
+            raise
+        self._calls.append(["add", _request_record(request)])
+
+    def abort(self, request_id: str):
+        self._calls.append(["abort", request_id])
+        return self._scheduler.abort(request_id)
+
+    def finish(self, sequence, reason: FinishReason, stop_reason=None) -> None:
+        self._calls.append(["finish", *sequence.id, reason.value, stop_reason])
+        self._scheduler.finish(sequence, reason, stop_reason)
+
+    def fail_all(self, error: Exception):
+        self._calls.append(["fail_all", str(error)])
+        return self._scheduler.fail_all(error)
+
+    def fail_running(self, error: Exception):
+        self._calls.append(["fail_running", str(error)])
+        return self._scheduler.fail_running(error)
+
+    def requeue_all(self) -> None:
+        self._calls.append(["requeue_all"])
+        self._scheduler.requeue_all()
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = self._scheduler.plan(now)
+        record = None if plan is None else plan_record(plan)
+        predicted = None if plan is None else self._scheduler.predict(plan)
+        line = {"calls": self._calls, "now": now, "plan": record, "predicted_s": predicted}
+        self._file.write(_line(line))
+        self._calls = []
+        return plan
+
+    def absorb(self, plan: StepPlan, result: StepResult, now: float):
+        events = self._scheduler.absorb(plan, result, now)
+        ends = [
+            [*event.sequence.id, event.finish.value] for event in events if event.finish is not None
+        ]
+        tokens = np.ascontiguousarray(result.token_S, np.int32)
+        scores = {row: [s.start, len(s.logprob)] for row, s in result.prompt_scores.items()}
+        self._calls.append(["absorb", plan.step, now, tokens, ends, scores])
+        return events
+
+    def close(self) -> None:
+        if self._calls:  # what came after the last plan
+            self._file.write(_line({"calls": self._calls, "now": None, "plan": None}))
+            self._calls = []
+        self._file.close()
+
+
+def _line(record) -> bytes:
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
+    return orjson.dumps(record, option=options)
+
+
+def _manifest(scheduler: Scheduler, more: dict) -> dict:
+    return {
+        "format": FORMAT,
+        "limits": dataclasses.asdict(scheduler.limits),
+        "config": dataclasses.asdict(scheduler.config),
+        "manifest": more,
+    }
+
+
+def _request_record(request: Request) -> dict:
+    """A request's fields; of its parameters, those that differ from the defaults."""
+    record = {field: getattr(request, field) for field in Request.__slots__ if field != "params"}
+    params = {
+        field.name: getattr(request.params, field.name)
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(request.params, field.name) != getattr(_DEFAULTS, field.name)
+    }
+    if "logit_bias" in params:  # JSON's keys are strings
+        params["logit_bias"] = list(params["logit_bias"].items())
+    return record | {"params": params}
+
+
+_DEFAULTS = SamplingParams()
+
+
+def _request_of(record: dict) -> Request:
+    params = dict(record["params"])
+    if "logit_bias" in params:
+        params["logit_bias"] = dict(params["logit_bias"])
+    fields = {**record, "params": SamplingParams(**params)}
+    fields["prompt_ids"] = tuple(fields["prompt_ids"])
+    return Request(**fields)
+
+
+def plan_record(plan: StepPlan) -> dict:
+    """A plan as plain values. `check` covers the arrays that are too large to write out."""
+    arrays = (plan.generation_S, plan.samples_S, plan.token_ids_T, plan.page_table_SP)
+    check = 0
+    for array in arrays:
+        check = zlib.crc32(np.ascontiguousarray(array), check)
+    return {
+        "step": plan.step,
+        "num_decode": plan.num_decode,
+        "slot": plan.slot_S,
+        "start": plan.start_S,
+        "count": plan.count_S[plan.num_decode :],  # decoding rows have one each
+        "admits": [[slot, *sequence.id] for slot, sequence in plan.admits],
+        "admitted": _decisions(plan.admitted),
+        "preempted": _decisions(plan.preempted),
+        "waiting": _decisions(plan.waiting),
+        "guard": plan.guard,
+        "budget": plan.budget,
+        "check": check,
+    }
+
+
+def _decisions(decisions: tuple[Decision, ...]) -> list:
+    return [[*decision.sequence_id, decision.reason] for decision in decisions]
+
+
+def read(path: pathlib.Path) -> Iterator[dict]:
+    """The log's lines, manifest first. An unfinished last line (a crash) is left out.
+
+    Raises ValueError for anything else that is not a decision log.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file):
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path}, line {number + 1}: not JSON: {error}") from error
+            if number == 0 and (not isinstance(record, dict) or record.get("format") != FORMAT):
+                raise ValueError(f"{path} is not a decision log of format {FORMAT}")
+            yield record
+
+
+# Replay
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """plans: how many were made again. differs: the first step whose plan is another, if any."""
+
+    plans: int
+    differs: int | None = None
+    recorded: str = ""
+    replayed: str = ""
+
+
+class _Replayer:
+    """Gives a fresh scheduler the recorded calls."""
+
+    def __init__(self, manifest: dict):
+        limits = Limits(**{**manifest["limits"], "eos_ids": tuple(manifest["limits"]["eos_ids"])})
+        self.scheduler = Scheduler(limits, SchedulerConfig(**manifest["config"]))
+        self._plans: dict[int, StepPlan] = {}
+        self._sequences = {}
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = self.scheduler.plan(now)
+        if plan is not None:
+            self._plans[plan.step] = plan
+            self._sequences.update({sequence.id: sequence for _, sequence in plan.admits})
+        return plan
+
+    def call(self, name: str, *arguments) -> None:
+        getattr(self, f"_{name}")(*arguments)
+
+    def _add(self, record):
+        self.scheduler.add(_request_of(record))
+
+    def _refused(self, record, _reason):
+        try:
+            self.scheduler.add(_request_of(record))
+        except RequestRefused:
+            return
+        raise ValueError(f"request {record['id']} was refused in the log and is not now")
+
+    def _absorb(self, step, now, tokens, _ends, scores):
+        plan = self._plans.pop(step)
+        result = StepResult(np.array(tokens, np.int32), prompt_scores=_blank_scores(scores))
+        for event in self.scheduler.absorb(plan, result, now):
+            if event.finish is not None:
+                self._sequences.pop(event.sequence.id, None)
+
+    def _abort(self, request_id):
+        self.scheduler.abort(request_id)
+
+    def _finish(self, request_id, index, reason, stop_reason):
+        sequence = self._sequences.pop((request_id, index), None)
+        if sequence is not None:
+            self.scheduler.finish(sequence, FinishReason(reason), stop_reason)
+
+    def _fail_all(self, message):
+        self.scheduler.fail_all(RuntimeError(message))
+
+    def _fail_running(self, message):
+        self.scheduler.fail_running(RuntimeError(message))
+
+    def _requeue_all(self):
+        self.scheduler.requeue_all()
+
+
+def _blank_scores(scores: dict):
+    """Which prompt positions were scored decides who may use the prefix cache; values do not."""
+    blank = lambda start, count: PromptScores(start, np.zeros(count), *[np.zeros((count, 0))] * 2)
+    return {int(row): blank(*span) for row, span in scores.items()}
+
+
+def replay(
+    path: pathlib.Path,
+    *,
+    speed: float = 0.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Replay:
+    """Makes every plan of the log again and compares byte for byte.
+
+    speed: 0 as fast as possible, 1 at the pace of the recording, 2 twice as fast: the scheduler
+    sees the recorded times whatever the pace.
+    """
+    lines = read(path)
+    replayer = _Replayer(next(lines))
+    plans, previous = 0, None
+    for line in lines:
+        for call in line["calls"]:
+            replayer.call(*call)
+        if line["now"] is None:
+            break
+        if speed > 0 and previous is not None:
+            sleep((line["now"] - previous) / speed)
+        previous = line["now"]
+        plan = replayer.plan(line["now"])
+        replayed = _line(None if plan is None else plan_record(plan))
+        recorded = _line(line["plan"])
+        if replayed != recorded:
+            step = plans + 1 if plan is None else plan.step
+            return Replay(plans, step, recorded.decode(), replayed.decode())
+        plans += plan is not None
+    return Replay(plans)
+
+
+# Calibrate
+
+
+def calibrate(path: pathlib.Path) -> CostModel:
+    """Prices of a step's parts, from the steps of the log and the seconds they took.
+
+    A step's seconds run from its dispatch, or from the end of the step before it when that was
+    later. Raises ValueError when the log has too few steps.
+    """
+    lines = read(path)
+    manifest = next(lines)
+    pending, previous_end = {}, 0.0
+    parts, seconds = [], []
+    for line in lines:
+        for call in line["calls"]:
+            if call[0] == "absorb" and call[1] in pending:
+                step, now = call[1], call[2]
+                dispatched, part = pending.pop(step)
+                parts.append(part)
+                seconds.append(now - max(dispatched, previous_end))
+                previous_end = now
+        plan = line["plan"]
+        if plan is not None:
+            count_S = np.array([1] * plan["num_decode"] + plan["count"])
+            pending[plan["step"]] = (line["now"], features(np.array(plan["start"]), count_S))
+    model = manifest["manifest"].get("model", "an unnamed model")
+    source = f"{len(seconds)} steps of {model}"
+    return CostModel.fit(np.array(parts).reshape(-1, 5), np.array(seconds), source)

@@ -1,0 +1,203 @@
+"""One request's life, told from a decision log in sentences."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+
+from jaxserve.obs.decision_log import read
+
+
+@dataclasses.dataclass
+class _Choice:
+    """What is known of one choice while reading on."""
+
+    slot: int | None = None
+    queued_at: float = 0.0
+    waited_s: float = 0.0
+    first_chunk_at: float | None = None
+    chunks: list[int] = dataclasses.field(default_factory=list)
+    decode_steps: int = 0
+    first_token_at: float | None = None
+    reasons: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    ended: bool = False
+
+
+class _Story:
+    """Reads lines, writes sentences. Times are told from the request's arrival."""
+
+    def __init__(self, request_id: str):
+        self.request_id = request_id
+        self.sentences: list[str] = []
+        self.request: dict | None = None
+        self.choices: dict[int, _Choice] = {}
+        self.planned: dict[int, list[tuple[int, bool]]] = {}  # step -> (choice, brings a token)
+        self.running = 0  # everybody's sequences
+        self.last_now = 0.0
+
+    def tell(self, now: float, sentence: str) -> None:
+        self.sentences.append(f"{now - self.request['arrival']:9.3f} s  {sentence}")
+
+    # Calls
+
+    def call(self, name: str, *arguments) -> None:
+        handler = getattr(self, f"_{name}", None)
+        if handler is not None:
+            handler(*arguments)
+
+    def _add(self, record: dict) -> None:
+        if record["id"] != self.request_id:
+            return
+        self.request = record
+        choices = record["params"].get("n", 1)
+        self.choices = {index: _Choice(queued_at=record["arrival"]) for index in range(choices)}
+        limit = record["params"].get("max_tokens", 16)
+        self.tell(
+            record["arrival"],
+            f"Arrived with {len(record['prompt_ids'])} prompt tokens, asking for {choices} "
+            f"choice{'s' * (choices > 1)} of up to {'all the' if limit is None else limit} tokens"
+            + (f", as {record['tenant']!r}" if record["tenant"] else "")
+            + f". {self.running} sequences ran.",
+        )
+
+    def _refused(self, record: dict, reason: str) -> None:
+        if record["id"] == self.request_id:
+            self.request = record
+            self.tell(record["arrival"], f"Refused: {reason}.")
+
+    def _absorb(self, step: int, now: float, _tokens, ends, _scores) -> None:
+        for index, reaches_end in self.planned.pop(step, ()):
+            choice = self.choices[index]
+            if reaches_end and choice.first_token_at is None and not choice.ended:
+                choice.first_token_at = now
+                self.tell(
+                    now,
+                    f"Choice {index}: first token, after {len(choice.chunks)} "
+                    f"chunk{'s' * (len(choice.chunks) != 1)} ({_join(choice.chunks)} tokens).",
+                )
+        for request_id, index, reason in ends:
+            if request_id == self.request_id:
+                self._end(index, now, reason)
+            self.running -= 1
+
+    def _finish(self, request_id: str, index: int, reason: str, stop_reason) -> None:
+        if request_id == self.request_id and not self.choices[index].ended:
+            why = reason if stop_reason is None else f"{reason} ({stop_reason!r})"
+            self._end(index, self.last_now, why)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id == self.request_id:
+            for index, choice in self.choices.items():
+                if not choice.ended:
+                    self._end(index, self.last_now, "abort")
+
+    def _end(self, index: int, now: float, reason: str) -> None:
+        choice = self.choices[index]
+        choice.ended = True
+        begun = choice.first_chunk_at if choice.first_chunk_at is not None else now
+        first = choice.first_token_at if choice.first_token_at is not None else now
+        self.tell(
+            now,
+            f"Choice {index}: ended ({reason}) after {choice.decode_steps} decoding steps. Of "
+            f"{now - self.request['arrival']:.3f} s it queued {choice.waited_s:.3f} s, prefilled "
+            f"{max(0.0, first - begun):.3f} s and decoded {max(0.0, now - first):.3f} s.",
+        )
+
+    # Plans
+
+    def plan(self, now: float, plan: dict) -> None:
+        self.running += len(plan["admits"]) - len(plan["preempted"])
+        for request_id, index, reason in plan["preempted"]:
+            if request_id == self.request_id:
+                choice = self.choices[index]
+                choice.slot, choice.queued_at = None, now
+                self.tell(now, f"Choice {index}: lost its place: {reason}.")
+        for request_id, index, reason in plan["admitted"]:
+            if request_id == self.request_id:
+                self._admitted(now, index, reason)
+        for slot, request_id, index in plan["admits"]:
+            if request_id == self.request_id:
+                self.choices[index].slot = slot
+            else:
+                self._slot_taken(slot)
+        self._wait(plan)
+        self._rows(now, plan)
+        if plan["guard"] and self.request is not None:
+            self.tell(now, f"The guard: {'; '.join(plan['guard'])}.")
+
+    def _slot_taken(self, slot: int) -> None:
+        for choice in self.choices.values():
+            if choice.slot == slot:
+                choice.slot = None
+
+    def _admitted(self, now: float, index: int, reason: str) -> None:
+        choice = self.choices[index]
+        choice.waited_s += now - choice.queued_at
+        why = ", ".join(
+            f"{reason} ({steps} steps)" for reason, steps in choice.reasons.most_common(3)
+        )
+        choice.reasons.clear()
+        self.tell(
+            now,
+            f"Choice {index}: {reason}, having waited {now - choice.queued_at:.3f} s"
+            + (f" because {why}." if why else "."),
+        )
+
+    def _wait(self, plan: dict) -> None:
+        """Why those that are queued did not run in this step: the head's reason is everybody's."""
+        for request_id, _index, reason in plan["waiting"]:
+            for choice in self.choices.values():
+                if choice.slot is None and not choice.ended:
+                    mine = request_id == self.request_id
+                    # Numbers change from step to step; the kind of reason does not.
+                    kind = "too few pages were free" if reason.startswith("needs") else reason
+                    choice.reasons[kind if mine else f"{request_id} was ahead: {kind}"] += 1
+
+    def _rows(self, now: float, plan: dict) -> None:
+        mine = {c.slot: i for i, c in self.choices.items() if c.slot is not None and not c.ended}
+        rows = []
+        for row, slot in enumerate(plan["slot"]):
+            index = mine.get(slot)
+            if index is None:
+                continue
+            choice = self.choices[index]
+            decodes = row < plan["num_decode"]
+            count = 1 if decodes else plan["count"][row - plan["num_decode"]]
+            if choice.first_chunk_at is None:
+                choice.first_chunk_at = now
+            end = plan["start"][row] + count
+            if end <= len(self.request["prompt_ids"]):
+                choice.chunks.append(count)
+            else:
+                choice.decode_steps += 1
+            rows.append((index, end >= len(self.request["prompt_ids"])))
+        if rows:
+            self.planned[plan["step"]] = rows
+
+
+def _join(chunks: list[int]) -> str:
+    """12 + 16 + 16, shortened when long."""
+    shown = [str(count) for count in chunks]
+    return " + ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-2:]])
+
+
+def explain(path: pathlib.Path, request_id: str) -> list[str]:
+    """Sentences on one request: when it came, why it waited, its chunks, where its time went.
+
+    Raises ValueError when the log does not know the request.
+    """
+    story = _Story(request_id)
+    lines = read(path)
+    next(lines)
+    for line in lines:
+        for call in line["calls"]:
+            if call[0] == "absorb":
+                story.last_now = call[2]
+            story.call(*call)
+        if line["plan"] is not None:
+            story.last_now = line["now"]
+            story.plan(line["now"], line["plan"])
+    if story.request is None:
+        raise ValueError(f"{path} knows no request {request_id!r}")
+    return story.sentences

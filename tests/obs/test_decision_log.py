@@ -1,0 +1,195 @@
+"""A recorded run is made again byte for byte, and can be told."""
+
+import contextlib
+import random
+import stat
+
+import numpy as np
+import orjson
+import pytest
+from scheduler_driver import VOCAB_SIZE, Driver, small_limits
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.obs.decision_log import RecordingScheduler, calibrate, plan_record, read, replay
+from jaxserve.obs.explain import explain
+from jaxserve.sim.cost_model import PARTS, CostModel
+from jaxserve.types import FinishReason, RequestRefused
+
+
+def prompt_of(length, first=10):
+    return [(first + 7 * i + i * i) % VOCAB_SIZE for i in range(length)]
+
+
+def recorded_run(path, policy="fcfs", steps=300, pipelined=True, **limits):
+    """A run with everything in it: shortage, aborts, refusals, failures, deadlines, stops."""
+    draw = random.Random(7)
+    limits = small_limits(
+        **{**dict(num_slots=4, num_pages=24, token_budget=12, max_queued=10), **limits}
+    )
+    config = SchedulerConfig(policy=policy, itl_target_ms=900.0, guard_queue_age_s=60.0)
+    driver = Driver(
+        limits,
+        config,
+        pipelined=pipelined,
+        check=False,
+        wrap=lambda scheduler: RecordingScheduler(scheduler, path, {"model": "fake"}),
+    )
+    for step in range(steps):
+        if draw.random() < 0.4:
+            with contextlib.suppress(RequestRefused):
+                driver.send(
+                    prompt_of(draw.randint(1, 40), draw.randrange(3)),
+                    max_tokens=draw.randint(0, 20),
+                    n=draw.choice([1, 1, 3]),
+                    priority=draw.randrange(3),
+                    tenant=draw.choice("ab"),
+                    salt=draw.choice(["", "s"]),
+                    deadline=driver.now + 40 if draw.random() < 0.3 else None,
+                    logit_bias={5: 1.5},
+                    stop_token_ids=[9],
+                )
+        if driver.requests and draw.random() < 0.05:
+            driver.abort(draw.choice(list(driver.requests)))
+        plan = driver.step()
+        if step == 150:
+            driver.scheduler.requeue_all()
+        if step == 200:
+            driver.take(driver.scheduler.fail_running(RuntimeError("lost")))
+        if plan is not None and draw.random() < 0.05 and plan.sequences[0].finish is None:
+            driver.scheduler.finish(plan.sequences[0], FinishReason.STOP, "stop string")
+            driver.ends[plan.sequences[0].id] = FinishReason.STOP
+    driver.run()
+    driver.scheduler.close()
+    return driver
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "deadline", "vtc"])
+def test_replay_makes_the_same_plans(tmp_path, policy):
+    driver = recorded_run(tmp_path / "log", policy)
+    result = replay(tmp_path / "log")
+    assert result.differs is None, (result.recorded, result.replayed)
+    assert result.plans == len(driver.plans) > 150
+    assert driver.scheduler.stats().preemptions > 0
+
+
+def test_replay_at_another_speed(tmp_path):
+    """The pace is the clock's, the times are the log's."""
+    driver = recorded_run(tmp_path / "log", pipelined=False)
+    slept = []
+    result = replay(tmp_path / "log", speed=4.0, sleep=slept.append)
+    assert result.differs is None and result.plans == len(driver.plans)
+    assert sum(slept) == pytest.approx((driver.now - 1) / 4.0)
+
+
+def test_replay_finds_the_first_plan_that_differs(tmp_path):
+    """Another decision anywhere shows: here the log says that an arrival had one token less."""
+    recorded_run(tmp_path / "log")
+    lines = (tmp_path / "log").read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines[1:], 1):
+        record = orjson.loads(line)
+        adds = [call for call in record["calls"] if call[0] == "add"]
+        if adds and len(adds[0][1]["prompt_ids"]) > 5:
+            adds[0][1]["prompt_ids"].pop()
+            lines[number] = orjson.dumps(record) + b"\n"
+            break
+    (tmp_path / "changed").write_bytes(b"".join(lines))
+    result = replay(tmp_path / "changed")
+    assert result.differs is not None and result.recorded != result.replayed
+
+
+def test_the_check_covers_pages_and_tokens():
+    driver = Driver()
+    driver.send(prompt_of(20))
+    plan = driver.step()
+    check = plan_record(plan)["check"]
+    for name in ("page_table_SP", "token_ids_T", "generation_S"):
+        array = getattr(plan, name)
+        array.flat[-1] += 1
+        assert plan_record(plan)["check"] != check, name
+        array.flat[-1] -= 1
+    assert plan_record(plan)["check"] == check
+
+
+def test_the_log_is_private_and_survives_a_crash(tmp_path):
+    recorded_run(tmp_path / "log", steps=50)
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+    whole = (tmp_path / "log").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) - len(whole) // 10])
+    plans = replay(tmp_path / "cut").plans
+    assert 0 < plans < replay(tmp_path / "log").plans
+
+
+def test_what_is_not_a_log_is_refused(tmp_path):
+    (tmp_path / "x").write_text('{"format": 99}\n')
+    with pytest.raises(ValueError, match="not a decision log of format 1"):
+        list(read(tmp_path / "x"))
+    (tmp_path / "y").write_text("hello\n")
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        list(read(tmp_path / "y"))
+
+
+def test_explain_tells_a_life(tmp_path):
+    """Two slots, long neighbours: it waits, comes in chunks, is preempted and ends."""
+    driver = Driver(
+        small_limits(num_slots=3, num_pages=22, token_budget=8),
+        check=False,
+        wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
+    )
+    for index in range(4):
+        driver.send(prompt_of(15, index), f"r{index}", max_tokens=25, ignore_eos=True, tenant="t")
+    driver.run().check_outputs()
+    driver.scheduler.close()
+    victim = next(p.preempted[0].sequence_id[0] for p in driver.plans if p.preempted)
+    story = "\n".join(explain(tmp_path / "log", victim))
+    assert "Arrived with 15 prompt tokens, asking for 1 choice of up to 25 tokens" in story
+    assert "lost its place: slot" in story and "resumed" in story
+    assert "ended (length)" in story and "first token, after" in story
+    last = "\n".join(explain(tmp_path / "log", "r3"))
+    assert "because every slot is taken" in last or "was ahead" in last or "too few pages" in last
+    with pytest.raises(ValueError, match="knows no request 'nobody'"):
+        explain(tmp_path / "log", "nobody")
+
+
+def test_explain_tells_of_a_refusal(tmp_path):
+    driver = Driver(wrap=lambda s: RecordingScheduler(s, tmp_path / "log"))
+    with pytest.raises(RequestRefused):
+        driver.send(prompt_of(64), "big")
+    driver.scheduler.close()
+    (sentence,) = explain(tmp_path / "log", "big")
+    assert "Refused: the prompt has 64 tokens" in sentence
+
+
+def test_calibrate_finds_the_prices_back(tmp_path):
+    """The clock of the recording is moved by known prices; the fit returns them."""
+    prices = np.array([5e-3, 2e-4, 1e-4, 3e-6, 1e-6])
+    truth = CostModel(tuple(prices))
+    driver = Driver(
+        small_limits(num_slots=8, num_pages=400, token_budget=64, max_model_len=200),
+        pipelined=False,
+        check=False,
+        wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
+    )
+    draw = random.Random(1)
+    for _ in range(60):
+        driver.send(prompt_of(draw.randint(1, 150), 3), max_tokens=draw.randint(1, 30))
+    scheduler = driver.scheduler
+    while scheduler.has_work:
+        plan = scheduler.plan(driver.now)
+        result = driver.runner.dispatch(plan)
+        driver.now += truth.seconds(plan)
+        scheduler.absorb(plan, result, driver.now)
+    scheduler.close()
+    model = calibrate(tmp_path / "log")
+    np.testing.assert_allclose(model.price, prices, rtol=1e-3)
+    assert model.error < 1e-6 and model.steps > 50
+    model.save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json") == model
+    assert len(model.price) == len(PARTS)
+
+
+def test_cost_models_that_are_not(tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad\.json is not a cost model"):
+        CostModel.load(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="too few"):
+        CostModel.fit(np.ones((3, 5)), np.ones(3))
