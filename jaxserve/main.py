@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxserve.bench.settings import BenchConfig, ReportConfig, WorkloadConfig
 from jaxserve.config import EngineConfig, SchedulerConfig, ServerConfig, setting
 from jaxserve.progress import Progress
 
@@ -177,6 +178,25 @@ def info(engine_config: EngineConfig, scheduling: SchedulerConfig, _) -> int:
     return 0
 
 
+def bench(workload, bench_config, engine_config, scheduling, arguments) -> int:
+    from jaxserve.bench.run import Job, run
+
+    if len(arguments) != 1:
+        raise ValueError("bench: say what to measure, as in `jaxserve bench offline`")
+    with Progress(errors) as progress:
+        job = Job(engine_config, scheduling, workload, bench_config, console, cache_dir(), progress)
+        return run(job, arguments[0])
+
+
+def report(report_config: ReportConfig, files) -> int:
+    from jaxserve.bench.report import write
+
+    console.print(
+        f"written to {write(files, pathlib.Path(report_config.report_dir))}", markup=False
+    )
+    return 0
+
+
 def _load(engine_config: EngineConfig, scheduling: SchedulerConfig):
     from jaxserve.llm import LLM
 
@@ -194,6 +214,13 @@ VERBS = {
         "[PROMPT ...]",
     ),
     "chat": Verb(chat, "Chat in the terminal.", (*ENGINE, SamplingConfig)),
+    "bench": Verb(
+        bench,
+        "Measure speed: offline, over HTTP, starts, or over rates.",
+        (WorkloadConfig, BenchConfig, *ENGINE),
+        "offline|serve|startup|sweep",
+    ),
+    "report": Verb(report, "Draw what bench measured.", (ReportConfig,), "FILE.json ..."),
     "info": Verb(info, "Show devices, versions, settings and programs.", ENGINE),
 }
 

@@ -112,7 +112,7 @@ def _startup(job: Job) -> list[dict]:
 
 _KINDS = {"offline": _offline, "serve": _serve, "startup": _startup, "sweep": _sweep}
 
-_COLUMNS = {
+COLUMNS = {
     "rate": "rate/s",
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "tokens/s",
@@ -132,14 +132,14 @@ _COLUMNS = {
 def show(documents: list[dict], console: Console) -> None:
     """One row a document, the columns that any of them has."""
     figures = [document["median"] | {"rate": document.get("rate")} for document in documents]
-    names = [name for name in _COLUMNS if any(f.get(name) is not None for f in figures)]
-    table = Table("", *(_COLUMNS[name] for name in names))
+    names = [name for name in COLUMNS if any(f.get(name) is not None for f in figures)]
+    table = Table("", *(COLUMNS[name] for name in names))
     for document, row in zip(documents, figures):
-        table.add_row(document["label"], *(_cell(row.get(name)) for name in names))
+        table.add_row(document["label"], *(cell(row.get(name)) for name in names))
     console.print(table)
 
 
-def _cell(value) -> str:
+def cell(value) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):

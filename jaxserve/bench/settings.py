@@ -13,8 +13,8 @@ class WorkloadConfig:
 
     workload: str = setting(
         "skewed",
-        "random, skewed, prefix or sessions; a trace (.csv or .jsonl with input_tokens and "
-        "output_tokens); or requests (.json or .jsonl with prompt or prompt_ids and max_tokens).",
+        "random, prefix, sessions, skewed or poisson; the path of a published trace; or a .json or "
+        ".jsonl file of requests with prompt or prompt_ids, and max_tokens.",
     )
     num_requests: int | None = setting(None, "Requests; default: 64, or all that a file holds.")
     seed: int = setting(7, "Of prompts, lengths and arrivals.")

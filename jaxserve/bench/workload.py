@@ -1,25 +1,30 @@
 """What is asked of an engine, and when: seeded workloads, the same for every engine.
 
-Prompts are token ids of common words, drawn with the seed, and outputs have fixed lengths (end
-tokens are ignored): the work is the same whatever a model answers.
+Lengths and times are the simulator's (sim.workload) or made here; this adds the tokens. Prompts are
+ids of common words, drawn with the seed, and outputs have fixed lengths (end tokens are ignored):
+the work is the same whatever a model answers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
+import json
+import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.bench import workload_files
 from jaxserve.bench.settings import WorkloadConfig
+from jaxserve.sim import workload as sim_workload
+from jaxserve.sim.workload import BLOCK_TOKENS, TRACES, Arrival
 
 _WORD = re.compile(r" [a-z]{3,9}")
 _MAX_WORDS = 4000  # small ids are common words; stay with them
 _OWN_TOKENS = 16  # prefix and sessions: tokens of a prompt that nobody shares
 _TURNS = 4
+_COUNT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,42 +54,32 @@ class Workload:
 
 
 def make(config: WorkloadConfig, tokenizer, max_len: int) -> Workload:
-    """The workload of these settings. max_len: tokens a sequence can have.
-
-    Raises ValueError for an unknown name, a file that does not read, or a request that is too long.
+    """The workload of these settings. max_len: tokens a sequence can have; longer ones of a trace
+    are cut. ValueError for an unknown name, a file that does not read, a request that is too long.
     """
-    draw = np.random.default_rng(config.seed)
-    words = word_ids(tokenizer)
-    prompt = lambda count: tuple(draw.choice(words, count).tolist())
-    made = _MADE.get(config.workload)
-    if made is not None:
-        name, items = config.workload, made(config, draw, prompt)
+    path = pathlib.Path(config.workload).expanduser()
+    if config.workload in _MADE:
+        name, items = config.workload, _MADE[config.workload](config, Words(config, tokenizer))
+    elif path.suffix in (".json", ".jsonl") and path.name not in TRACES.values():
+        name, items = _of_file(path, config, tokenizer)
     else:
-        name, items = _from_file(config, tokenizer, words, max_len)
+        name, items = path.stem, _of_arrivals(config, path, Words(config, tokenizer), max_len)
     if config.request_rate is not None:
-        items = _at_times(items, arrivals(len(items), config.request_rate, config.burstiness, draw))
-    too_long = [item for item in items if len(item.prompt_ids) + item.max_tokens > max_len]
-    if too_long:
-        size = len(too_long[0].prompt_ids) + too_long[0].max_tokens
-        raise ValueError(
-            f"{len(too_long)} requests of {name} do not fit the model length of {max_len}, the "
-            f"first has {size} tokens: ask for shorter ones, or raise --max_model_len"
-        )
+        items = _at_times(items, arrivals(len(items), config))
+    for item in items:
+        if (size := len(item.prompt_ids) + item.max_tokens) > max_len:
+            raise ValueError(
+                f"{item.id} of {name} has {size} tokens and the model length is {max_len}: ask for "
+                "shorter ones, or raise --max_model_len"
+            )
     return Workload(name, tuple(items))
 
 
-def word_ids(tokenizer) -> np.ndarray:
-    """Ids of tokens that are a space and a short lowercase word: they read back as themselves."""
-    found = (i for i in range(tokenizer.vocab_size) if _WORD.fullmatch(tokenizer.token_text(i)))
-    ids = np.fromiter(found, np.int64)[:_MAX_WORDS]
-    if not len(ids):
-        raise ValueError("the tokenizer has no words to draw prompts from; give a file of requests")
-    return ids
-
-
-def arrivals(count: int, rate: float, burstiness: float, draw: np.random.Generator) -> list[float]:
-    """Times in seconds from 0; gaps are gamma distributed with mean 1 / rate."""
-    gaps = draw.gamma(burstiness, 1 / (rate * burstiness), count)
+def arrivals(count: int, config: WorkloadConfig) -> list[float]:
+    """Times in seconds from 0; gaps are gamma distributed with mean 1 / request_rate."""
+    shape = config.burstiness
+    draw = np.random.default_rng([config.seed, 1])
+    gaps = draw.gamma(shape, 1 / (config.request_rate * shape), count)
     return [0.0, *np.cumsum(gaps)[:-1].tolist()]
 
 
@@ -96,84 +91,116 @@ def _at_times(items: Sequence[Item], times: Sequence[float]) -> list[Item]:
     ]
 
 
-# ---- made up ------------------------------------------------------------------------------------
+class Words:
+    """Draws prompts from the ids that are a space and a short lowercase word: they read back as
+    themselves in every engine."""
 
-Prompt = Callable[[int], tuple[int, ...]]
+    def __init__(self, config: WorkloadConfig, tokenizer):
+        ids = range(tokenizer.vocab_size)
+        found = (i for i in ids if _WORD.fullmatch(tokenizer.token_text(i)))
+        self.ids = tuple(itertools.islice(found, _MAX_WORDS))
+        if not self.ids:
+            raise ValueError("this tokenizer has no words to draw from; give a file of requests")
+        self._seed = config.seed
+        self.draw = np.random.default_rng([config.seed, 0])
+
+    def prompt(self, count: int) -> tuple[int, ...]:
+        return self._pick(self.draw, count)
+
+    def of_blocks(self, blocks: Iterable[int], count: int) -> tuple[int, ...]:
+        """A prompt whose successive blocks are the same wherever their ids are the same."""
+        ids = ()
+        for block in blocks:
+            if len(ids) < count:
+                ids += self._pick(np.random.default_rng([self._seed, 2, block]), BLOCK_TOKENS)
+        return ids[:count] + self.prompt(max(count - len(ids), 0))
+
+    def _pick(self, draw: np.random.Generator, count: int) -> tuple[int, ...]:
+        return tuple(self.ids[i] for i in draw.integers(0, len(self.ids), count).tolist())
 
 
-def _random(config: WorkloadConfig, draw, prompt: Prompt) -> list[Item]:
+# ---- made here ----------------------------------------------------------------------------------
+
+
+def _random(config: WorkloadConfig, words: Words) -> list[Item]:
     """Lengths uniform from half to one and a half of the means."""
-    length = lambda mean: int(draw.integers(max(mean // 2, 1), mean + mean // 2 + 1))
+
+    def length(mean: int) -> int:
+        return int(words.draw.integers(max(mean // 2, 1), mean + mean // 2 + 1))
+
     return [
-        Item(f"random-{n}", prompt(length(config.input_len)), length(config.output_len))
-        for n in range(config.num_requests or 64)
+        Item(f"random-{n}", words.prompt(length(config.input_len)), length(config.output_len))
+        for n in range(config.num_requests or _COUNT)
     ]
 
 
-def _skewed(config: WorkloadConfig, draw, prompt: Prompt) -> list[Item]:
-    """Prompts of 16 to 512 tokens, log-uniform; outputs of 8 to 256, most short and few long."""
-
-    def one(n: int) -> Item:
-        length = round(math.exp(draw.uniform(math.log(16), math.log(512))))
-        output = 256 if n % 16 == 5 else min(256, 8 + int(draw.exponential(40)))
-        return Item(f"skewed-{n}", prompt(length), output)
-
-    return [one(n) for n in range(config.num_requests or 64)]
-
-
-def _prefix(config: WorkloadConfig, draw, prompt: Prompt) -> list[Item]:
+def _prefix(config: WorkloadConfig, words: Words) -> list[Item]:
     """Prompts that begin alike and differ in their last few tokens."""
-    shared = prompt(config.input_len)
+    shared = words.prompt(config.input_len)
     return [
-        Item(f"prefix-{n}", shared + prompt(_OWN_TOKENS), config.output_len)
-        for n in range(config.num_requests or 64)
+        Item(f"prefix-{n}", shared + words.prompt(_OWN_TOKENS), config.output_len)
+        for n in range(config.num_requests or _COUNT)
     ]
 
 
-def _sessions(config: WorkloadConfig, draw, prompt: Prompt) -> list[Item]:
+def _sessions(config: WorkloadConfig, words: Words) -> list[Item]:
     """Conversations of four turns, each turn's prompt all that was said before and a bit more. The
     replies in it are drawn too, so that all engines get the same prompts."""
     items = []
-    for session in range(max((config.num_requests or 64) // _TURNS, 1)):
-        history, before = prompt(config.input_len), None
+    for session in range(max((config.num_requests or _COUNT) // _TURNS, 1)):
+        said, before = words.prompt(config.input_len), None
         for turn in range(_TURNS):
             name = f"session-{session}-{turn}"
-            items.append(Item(name, history, config.output_len, after=before))
-            history, before = history + prompt(config.output_len + _OWN_TOKENS), name
+            items.append(Item(name, said, config.output_len, after=before))
+            said, before = said + words.prompt(config.output_len + _OWN_TOKENS), name
     return items
 
 
-_MADE = {"random": _random, "skewed": _skewed, "prefix": _prefix, "sessions": _sessions}
+_MADE = {"random": _random, "prefix": _prefix, "sessions": _sessions}
 
 
-# ---- from files ---------------------------------------------------------------------------------
+# ---- the simulator's, and files -----------------------------------------------------------------
 
 
-def _from_file(config: WorkloadConfig, tokenizer, words, max_len: int) -> tuple[str, list[Item]]:
-    name, rows = workload_files.read(config.workload, config.num_requests, tuple(_MADE))
-    items = []
-    for number, row in enumerate(rows):
-        if "input_tokens" in row:
-            items.append(_of_trace(number, row, config.seed, words, max_len))
-            continue
-        ids = row.get("prompt_ids") or tokenizer.encode(row["prompt"])
-        arrival = float(row.get("arrival_s", 0.0))
-        item_id = str(row.get("id", f"{name}-{number}"))
-        output = int(row.get("max_tokens", config.output_len))
-        items.append(Item(item_id, tuple(ids), output, arrival, prompt=row.get("prompt")))
-    return name, items
+def _of_arrivals(config: WorkloadConfig, path: pathlib.Path, words: Words, max_len) -> list[Item]:
+    """Of a trace file by its path, or of a workload that the simulator knows by name."""
+    trace = {file: name for name, file in TRACES.items()}.get(path.name)
+    found = sim_workload.workload(
+        trace or config.workload,
+        traces=path.parent,
+        rate=config.request_rate or 1.0,
+        count=config.num_requests or _COUNT,
+        seed=config.seed,
+    )
+    found = itertools.islice(found, config.num_requests)
+    return [_of_arrival(number, arrival, words, max_len) for number, arrival in enumerate(found)]
 
 
-def _of_trace(number: int, row: dict, seed: int, words, max_len: int) -> Item:
-    """A request of a trace's lengths, cut to the model length. Rows that name a prefix block alike
-    get the same tokens there."""
-    output = max(1, min(int(row["output_tokens"]), max_len // 2))
-    length = max(1, min(int(row["input_tokens"]), max_len - output))
-    block = workload_files.TOKENS_PER_HASH
-    ids = []
-    for hash_id in row.get("hash_ids", ())[: -(-length // block)]:
-        ids += np.random.default_rng([seed, 1, hash_id]).choice(words, block).tolist()
-    if len(ids) < length:
-        draw = np.random.default_rng([seed, 2, number])
-        ids += draw.choice(words, length - len(ids)).tolist()
-    return Item(f"trace-{number}", tuple(ids[:length]), output, float(row.get("arrival_s", 0.0)))
+def _of_arrival(number: int, arrival: Arrival, words: Words, max_len: int) -> Item:
+    output = max(1, min(arrival.output, max_len // 2))
+    prompt = words.of_blocks(arrival.blocks, min(arrival.prompt, max_len - output))
+    return Item(f"request-{number}", prompt, output, arrival.time)
+
+
+def _of_file(path: pathlib.Path, config: WorkloadConfig, tokenizer) -> tuple[str, list[Item]]:
+    """Requests of a document {"name", "requests": [...]}, or one a line, each with prompt or
+    prompt_ids and, if it likes, max_tokens, arrival_s and id."""
+    try:
+        if path.suffix == ".json":
+            document = json.loads(path.read_text())
+            name, rows = document.get("name", path.stem), document["requests"]
+        else:
+            lines = path.read_text().splitlines()
+            name, rows = path.stem, [json.loads(line) for line in lines if line.strip()]
+        return name, [
+            Item(
+                str(row.get("id", f"{name}-{number}")),
+                tuple(row.get("prompt_ids") or tokenizer.encode(row["prompt"])),
+                int(row.get("max_tokens", config.output_len)),
+                float(row.get("arrival_s", 0.0)),
+                prompt=row.get("prompt"),
+            )
+            for number, row in enumerate(rows[: config.num_requests])
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a file of requests: {error!r}") from error
