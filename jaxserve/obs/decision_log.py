@@ -86,6 +86,12 @@ class RecordingScheduler:
         self._calls.append(["requeue_all"])
         self._scheduler.requeue_all()
 
+    def take_events(self):
+        events = self._scheduler.take_events()
+        if events:
+            self._calls.append(["ended", _ends(events)])
+        return events
+
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
         record = None if plan is None else plan_record(plan)
@@ -97,12 +103,9 @@ class RecordingScheduler:
 
     def absorb(self, plan: StepPlan, result: StepResult, now: float):
         events = self._scheduler.absorb(plan, result, now)
-        ends = [
-            [*event.sequence.id, event.finish.value] for event in events if event.finish is not None
-        ]
         tokens = np.ascontiguousarray(result.token_S, np.int32)
         scores = {row: [s.start, len(s.logprob)] for row, s in result.prompt_scores.items()}
-        self._calls.append(["absorb", plan.step, now, tokens, ends, scores])
+        self._calls.append(["absorb", plan.step, now, tokens, _ends(events), scores])
         return events
 
     def close(self) -> None:
@@ -110,6 +113,10 @@ class RecordingScheduler:
             self._file.write(_line({"calls": self._calls, "now": None, "plan": None}))
             self._calls = []
         self._file.close()
+
+
+def _ends(events) -> list:
+    return [[*event.sequence.id, event.finish.value] for event in events if event.finish]
 
 
 def _line(record) -> bytes:
@@ -243,6 +250,9 @@ class _Replayer:
         for event in self.scheduler.absorb(plan, result, now):
             if event.finish is not None:
                 self._sequences.pop(event.sequence.id, None)
+
+    def _ended(self, _ends):
+        self.scheduler.take_events()
 
     def _abort(self, request_id):
         self.scheduler.abort(request_id)

@@ -16,6 +16,7 @@ class _Choice:
     slot: int | None = None
     queued_at: float = 0.0
     waited_s: float = 0.0
+    waited_later_s: float = 0.0  # of that, after its first token
     first_chunk_at: float | None = None
     chunks: list[int] = dataclasses.field(default_factory=list)
     decode_steps: int = 0
@@ -76,10 +77,14 @@ class _Story:
                     f"Choice {index}: first token, after {len(choice.chunks)} "
                     f"chunk{'s' * (len(choice.chunks) != 1)} ({_join(choice.chunks)} tokens).",
                 )
+        self.last_now = now
+        self.running -= len(ends)
+        self._ended(ends)
+
+    def _ended(self, ends) -> None:
         for request_id, index, reason in ends:
-            if request_id == self.request_id:
-                self._end(index, now, reason)
-            self.running -= 1
+            if request_id == self.request_id and not self.choices[index].ended:
+                self._end(index, self.last_now, reason)
 
     def _finish(self, request_id: str, index: int, reason: str, stop_reason) -> None:
         if request_id == self.request_id and not self.choices[index].ended:
@@ -92,6 +97,21 @@ class _Story:
                 if not choice.ended:
                     self._end(index, self.last_now, "abort")
 
+    def _fail_all(self, message: str) -> None:
+        for index, choice in self.choices.items():
+            if not choice.ended:
+                self._end(index, self.last_now, f"error: {message}")
+
+    def _fail_running(self, message: str) -> None:
+        for index, choice in self.choices.items():
+            if choice.slot is not None and not choice.ended:
+                self._end(index, self.last_now, f"error: {message}")
+
+    def _requeue_all(self) -> None:
+        for choice in self.choices.values():
+            if choice.slot is not None:
+                choice.slot, choice.queued_at = None, self.last_now
+
     def _end(self, index: int, now: float, reason: str) -> None:
         choice = self.choices[index]
         choice.ended = True
@@ -101,7 +121,8 @@ class _Story:
             now,
             f"Choice {index}: ended ({reason}) after {choice.decode_steps} decoding steps. Of "
             f"{now - self.request['arrival']:.3f} s it queued {choice.waited_s:.3f} s, prefilled "
-            f"{max(0.0, first - begun):.3f} s and decoded {max(0.0, now - first):.3f} s.",
+            f"{max(0.0, first - begun):.3f} s and decoded "
+            f"{max(0.0, now - first - choice.waited_later_s):.3f} s.",
         )
 
     # Plans
@@ -134,6 +155,8 @@ class _Story:
     def _admitted(self, now: float, index: int, reason: str) -> None:
         choice = self.choices[index]
         choice.waited_s += now - choice.queued_at
+        if choice.first_token_at is not None:
+            choice.waited_later_s += now - choice.queued_at
         why = ", ".join(
             f"{reason} ({steps} steps)" for reason, steps in choice.reasons.most_common(3)
         )
@@ -192,8 +215,6 @@ def explain(path: pathlib.Path, request_id: str) -> list[str]:
     next(lines)
     for line in lines:
         for call in line["calls"]:
-            if call[0] == "absorb":
-                story.last_now = call[2]
             story.call(*call)
         if line["plan"] is not None:
             story.last_now = line["now"]
