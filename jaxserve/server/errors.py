@@ -31,7 +31,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-_REFUSAL_STATUS = {"queue_full": 429, "shutting_down": 503}
+_REFUSAL_STATUS = {"queue_full": 429, "rate_limited": 429, "shutting_down": 503}
 
 
 @dataclasses.dataclass
