@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 try:
+    from matplotlib import ticker
     from matplotlib.figure import Figure
 except ImportError as error:
     raise ValueError("plots need matplotlib: pip install 'jaxserve[plots]'") from error
@@ -25,7 +26,7 @@ def draw(documents: Sequence[dict]) -> Iterator[tuple[str, str, Figure]]:
     rated = [d for d in documents if "output_tokens_per_s" in d["median"] and "rate" not in d]
     if rated:
         yield "throughput", "Output tokens a second: medians, and every run.", _throughput(rated)
-    timed = [d for d in documents if any("request_columns" in run for run in d["runs"])]
+    timed = [d for d in rated if "request_columns" in d["runs"][0]]
     if timed:
         yield "latency", "Share of requests served within a time, all runs.", _distributions(timed)
     swept = [d for d in documents if "rate" in d and "ttft_ms" in d["median"]]
@@ -69,19 +70,32 @@ def _throughput(documents) -> Figure:
 def _distributions(documents) -> Figure:
     figure = Figure(figsize=(12, 4), layout="constrained")
     for axes, (name, title) in zip(figure.subplots(1, len(_LATENCIES)), _LATENCIES):
+        lowest = []
         for document in documents:
             runs = (run["request_columns"][name] for run in document["runs"])
             seconds = np.sort(np.fromiter(itertools.chain.from_iterable(runs), np.float64))
             share = np.arange(1, len(seconds) + 1) / max(len(seconds), 1)
-            suffix = f" at {document['rate']:g}/s" if "rate" in document else ""
-            axes.plot(seconds, share, label=_label(document) + suffix)
-        axes.set_xscale("log")
-        axes.set_xlabel("seconds")
-        axes.set_title(title)
+            axes.plot(seconds, share, label=_label(document))
+            lowest.append(np.quantile(seconds, 0.001))
+        axes.set(xscale="log", xlabel="seconds", title=title)
+        axes.set_xlim(left=min(lowest) * 0.9)
+        _plain_log(axes.xaxis)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("share of requests")
-    figure.axes[0].legend(fontsize="small")
+    figure.axes[0].set_ylabel("share")
+    _legend_below(figure, figure.axes[0])
     return figure
+
+
+def _plain_log(axis) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten, written as plain numbers."""
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _legend_below(figure: Figure, axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
 
 
 def _rates(documents) -> Figure:
@@ -102,10 +116,12 @@ def _rates(documents) -> Figure:
         throughput.plot(tokens, latency, "o-", color=color, label=label)
     for axes, (_, title) in zip((left, right), panels):
         axes.set(title=title, xlabel="requests/s", ylabel="ms", yscale="log")
+        _plain_log(axes.yaxis)
         axes.grid(alpha=0.3)
+    throughput.set_ylim(bottom=0)
     throughput.set(title="throughput and latency", xlabel="output tokens/s", ylabel="TPOT p50, ms")
     throughput.grid(alpha=0.3)
-    throughput.legend(fontsize="small")
+    _legend_below(figure, throughput)
     return figure
 
 

@@ -130,12 +130,12 @@ COLUMNS = {
 
 
 def show(documents: list[dict], console: Console) -> None:
-    """One row a document, the columns that any of them has."""
+    """One column a document, the figures that any of them has."""
     figures = [document["median"] | {"rate": document.get("rate")} for document in documents]
-    names = [name for name in COLUMNS if any(f.get(name) is not None for f in figures)]
-    table = Table("", *(COLUMNS[name] for name in names))
-    for document, row in zip(documents, figures):
-        table.add_row(document["label"], *(cell(row.get(name)) for name in names))
+    table = Table("", *(document["label"] for document in documents))
+    for name, title in COLUMNS.items():
+        if any(f.get(name) is not None for f in figures):
+            table.add_row(title, *(cell(f.get(name)) for f in figures))
     console.print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from jaxserve.bench import client, process, record
 from jaxserve.bench.client import Api
 from jaxserve.bench.metrics import Targets, median_of, summarise
 from jaxserve.bench.settings import BenchConfig, WorkloadConfig
-from jaxserve.bench.workload import Workload, make
+from jaxserve.bench.workload import Item, Workload, make
 from jaxserve.config import EngineConfig, SchedulerConfig
 
 _MAX_LEN_UNKNOWN = 8192  # of somebody else's server: requests that do not fit will fail there
@@ -55,17 +56,27 @@ def workload_for(
 
 def measure(api: Api, workload: Workload, bench: BenchConfig) -> list[dict]:
     """Summaries of --repeats runs, after --warmup requests that do not count."""
-    first = dataclasses.replace(workload, items=_alone(workload, bench.warmup))
-    asyncio.run(client.run(api, first))
-    return [run_once(api, workload, bench) for _ in range(bench.repeats)]
+    at_once = lambda item: dataclasses.replace(item, arrival=0.0, after=None)
+    first = dataclasses.replace(workload, items=tuple(map(at_once, workload.items[: bench.warmup])))
+    asyncio.run(client.run(api, unseen(first)))
+    return [run_once(api, unseen(workload), bench) for _ in range(bench.repeats)]
 
 
-def _alone(workload: Workload, count: int):
-    """The first items, all at once, with prompts nobody else has so that no prefix is left warm."""
-    return tuple(
-        dataclasses.replace(item, prompt_ids=item.prompt_ids[::-1], arrival=0.0, after=None)
-        for item in workload.items[:count]
-    )
+_runs = itertools.count()  # of this process: no two of its runs send the same prompt
+
+
+def unseen(workload: Workload) -> Workload:
+    """The workload with another first token, one for each run: what a run leaves in the server's
+    prefix cache is of no use to the next, and prompts that shared a prefix still do."""
+    pool = sorted({token for item in workload.items for token in item.prompt_ids})
+    number = next(_runs)
+    token = pool[number % len(pool)]
+
+    def changed(item: Item) -> Item:
+        text = item.prompt and f"{number} {item.prompt}"
+        return dataclasses.replace(item, prompt_ids=(token, *item.prompt_ids[1:]), prompt=text)
+
+    return dataclasses.replace(workload, items=tuple(map(changed, workload.items)))
 
 
 def run_once(api: Api, workload: Workload, bench: BenchConfig) -> dict:

@@ -38,7 +38,7 @@ class StepLog:
     def columns(self) -> dict[str, np.ndarray]:
         """By name: end and seconds in seconds, queued 0 or 1 (somebody waited), the rest counts."""
         table = np.array(self._rows, np.float64).reshape(-1, len(self.COLUMNS))
-        return dict(zip(self.COLUMNS, table.T))
+        return dict(zip(self.COLUMNS, np.ascontiguousarray(table.T)))
 
     def summary(self) -> dict:
         """Figures of a run. occupancy is the share of slots busy; occupancy_queued that over the
