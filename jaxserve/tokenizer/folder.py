@@ -82,11 +82,10 @@ class TokenizerFolder:
 def extend(tokenizer: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> None:
     """Adds tokens that the library does not know yet, under the ids their folder gives them."""
     known = tokenizer.get_added_tokens_decoder()
-    for token, entry in sorted(added.items()):
-        if token in known and known[token].content == entry.content:
-            continue
-        add = tokenizer.add_special_tokens if entry.special else tokenizer.add_tokens
-        add([entry])
+    is_new = lambda token: token not in known or known[token].content != added[token].content
+    new = {token: added[token] for token in sorted(added) if is_new(token)}
+    tokenizer.add_tokens(list(new.values()))
+    for token, entry in new.items():
         if tokenizer.token_to_id(entry.content) != token:
             raise ValueError(
                 f"added token {entry.content!r} should have id {token}, the vocabulary gives it "

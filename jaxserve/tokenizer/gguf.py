@@ -111,7 +111,7 @@ def _byte_level(vocabulary: Vocabulary, settings: _Settings):
 
 
 def _scored(vocabulary: Vocabulary, settings: _Settings):
-    merges = vocabulary.scored_merges(settings["scores"].tolist())
+    merges = vocabulary.scored_merges(settings["scores"])
     return _word_marked(vocabulary, settings, merges, settings.get("add_space_prefix", True))
 
 

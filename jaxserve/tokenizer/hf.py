@@ -41,26 +41,28 @@ class FastEncoder:
             twin.normalizer = self._tokenizer.normalizer
         if self._tokenizer.pre_tokenizer is not None:
             twin.pre_tokenizer = self._tokenizer.pre_tokenizer
-        unseal = {}
-        for token, added in sorted(self._tokenizer.get_added_tokens_decoder().items()):
-            is_control = added.content in control
-            content = SEAL + added.content if is_control else added.content
-            twin.add_tokens([
-                tokenizers.AddedToken(
-                    content,
-                    single_word=added.single_word,
-                    lstrip=added.lstrip,
-                    rstrip=added.rstrip,
-                    normalized=added.normalized and not is_control,
-                )
-            ])  # fmt: skip
-            unseal[twin.token_to_id(content)] = token
+        added = self._tokenizer.get_added_tokens_decoder()
+        entries = {token: _sealed(added[token], control) for token in sorted(added)}
+        twin.add_tokens(list(entries.values()))  # in one call: each one rebuilds the search
+        unseal = {twin.token_to_id(entry.content): token for token, entry in entries.items()}
 
         def encode(text: str) -> list[int]:
             ids = twin.encode(text, add_special_tokens=False).ids
             return [unseal.get(token, token) for token in ids]
 
         return encode
+
+
+def _sealed(entry: tokenizers.AddedToken, control: Collection[str]) -> tokenizers.AddedToken:
+    """The entry for the twin: never special there, so that nothing hides it."""
+    is_control = entry.content in control
+    return tokenizers.AddedToken(
+        SEAL + entry.content if is_control else entry.content,
+        single_word=entry.single_word,
+        lstrip=entry.lstrip,
+        rstrip=entry.rstrip,
+        normalized=entry.normalized and not is_control,
+    )
 
 
 def _chars_shrink(tokenizer: tokenizers.Tokenizer) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
@@ -54,25 +55,27 @@ class Vocabulary:
     def scored_merges(self, scores: Sequence[float]) -> Merges:
         """The merges that sentencepiece scores imply: every split of a piece into two pieces.
 
-        Better scores merge first. User-defined pieces are found whole in text, so whatever forms
-        them goes before all else.
+        Better scores merge first, of equal ones the earlier piece. User-defined pieces are found
+        whole in text, so whatever forms them goes before all else.
         """
         if len(scores) != len(self.pieces):
             raise ValueError(
                 f"{len(scores)} scores for {len(self.pieces)} tokens; the file is damaged"
             )
-        ids, merges = self.ids, []
-        for piece, score, kind in zip(self.pieces, scores, self.kinds):
+        ids, joined, lefts, rights = self.ids, [], [], []
+        for token, (piece, kind) in enumerate(zip(self.pieces, self.kinds)):
             if kind not in (NORMAL, USER_DEFINED):
                 continue
-            found = []
             for cut in range(1, len(piece)):  # plain loop: millions of turns in a large vocabulary
-                if (left := piece[:cut]) in ids and (right := piece[cut:]) in ids:
-                    found.append((ids[left], ids[right], left, right))
-            rank = 0.0 if kind == USER_DEFINED else -score
-            merges += [(rank, left, right) for _, _, left, right in sorted(found)]
-        merges.sort(key=lambda merge: merge[0])  # stable: equal scores stay in order of the piece
-        return [(a, b) for _, a, b in merges]
+                left = ids.get(piece[:cut])
+                if left is not None and (right := ids.get(piece[cut:])) is not None:
+                    joined.append(token)
+                    lefts.append(left)
+                    rights.append(right)
+        user_defined = np.array(self.kinds) == USER_DEFINED
+        rank = np.where(user_defined, 0.0, -np.asarray(scores, np.float64))
+        order = np.lexsort((rights, lefts, joined, rank[joined]))
+        return [(self.pieces[lefts[n]], self.pieces[rights[n]]) for n in order.tolist()]
 
     def check_merges(self, merges: Merges) -> Merges:
         for pair in merges:

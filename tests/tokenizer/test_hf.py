@@ -1,5 +1,6 @@
 """Hugging Face folders: tokenizer.json with the small files beside it."""
 
+import concurrent.futures
 import json
 import pathlib
 
@@ -212,6 +213,21 @@ def test_an_override_is_used_instead(tmp_path):
     save(tmp_path, byte_level())
     assert package.load(tmp_path / "nothing.gguf", override=tmp_path).vocab_size == 261
     assert package.load(tmp_path / "nothing.gguf", override=tmp_path / "tokenizer.json").encode("a")
+
+
+def test_threads_share_a_tokenizer(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), {"chat_template": CHATML})
+
+    def work(n):
+        text = f"thread {n} <|im_end|> ď😀 "
+        ids = tokenizer.encode(text * 20)
+        chat = tokenizer.encode_chat([{"role": "user", "content": text}])
+        return tokenizer.decode(ids, skip_special_tokens=False), tokenizer.decode(chat), text
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for whole, chat, text in pool.map(work, range(40)):
+            assert whole == text * 20
+            assert text in chat
 
 
 # ---- bounds before tokenising (B025)

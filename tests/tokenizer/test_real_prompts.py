@@ -1,4 +1,4 @@
-"""Published vocabularies: prompt ids as transformers gives them, from the model files themselves."""
+"""Published vocabularies: prompt ids as transformers gives them, from the model files."""
 
 import json
 
