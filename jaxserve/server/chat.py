@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request
 
 from jaxserve.server import sse
 from jaxserve.server.errors import json_response
-from jaxserve.server.generation import Choice, Tally, Work, collect, finish_name, run
+from jaxserve.server.generation import Choice, Tally, Work, collect, finish_name, run, work_of
 from jaxserve.server.limits import run_while_connected
 from jaxserve.server.logprobs import chat_content, prompt_scores
 from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
 from jaxserve.server.protocol import ChatRequest
-from jaxserve.server.service import Service, caller_of, service_of
+from jaxserve.server.service import Service, service_of
 from jaxserve.types import OutputDelta
 
 router = APIRouter()
@@ -28,19 +28,9 @@ async def chat_completions(request: Request):
     service = service_of(request)
     body = await service.parse(request, ChatRequest)
     service.check_model(body.model)
-    params = body.params()
-    params.check_vocabulary(service.engine.vocab_size)
-    service.check_open()
-    work = Work(
-        id=f"chatcmpl-{request.state.request_id}",
-        prompts=[await encode_chat(service, body)],
-        params=params,
-        tenant=caller_of(request).tenant,
-        priority=body.priority or 0,
-        timeout_s=service.timeout_s(body.timeout),
-        cache_salt=service.cache_salt(request, body.cache_salt),
-        arrived=request.state.arrived,
-    )
+    params = service.open_for(body.params())
+    prompts = [await encode_chat(service, body)]
+    work = work_of(request, "chatcmpl-", prompts, params, body)
     answer = Answer(service, body, work)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id)

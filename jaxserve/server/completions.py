@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 
 from jaxserve.server import sse
 from jaxserve.server.errors import json_response
-from jaxserve.server.generation import Choice, Tally, Work, collect, finish_name, run
+from jaxserve.server.generation import Choice, Tally, Work, collect, finish_name, run, work_of
 from jaxserve.server.limits import run_while_connected
 from jaxserve.server.logprobs import CompletionLogprobs, prompt_scores
 from jaxserve.server.openapi import takes
 from jaxserve.server.protocol import CompletionRequest
-from jaxserve.server.service import Service, caller_of, service_of
+from jaxserve.server.service import Service, service_of
 from jaxserve.types import OutputDelta
 
 router = APIRouter()
@@ -27,19 +27,9 @@ async def completions(request: Request):
     service = service_of(request)
     body = await service.parse(request, CompletionRequest)
     service.check_model(body.model)
-    params = body.params()
-    params.check_vocabulary(service.engine.vocab_size)
-    service.check_open()
-    work = Work(
-        id=f"cmpl-{request.state.request_id}",
-        prompts=await service.encode_prompts(body),
-        params=params,
-        tenant=caller_of(request).tenant,
-        priority=body.priority or 0,
-        timeout_s=service.timeout_s(body.timeout),
-        cache_salt=service.cache_salt(request, body.cache_salt),
-        arrived=request.state.arrived,
-    )
+    params = service.open_for(body.params())
+    prompts = await service.encode_prompts(body)
+    work = work_of(request, "cmpl-", prompts, params, body)
     answer = Answer(service, body, work)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id)

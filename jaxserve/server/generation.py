@@ -12,7 +12,9 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 
-from jaxserve.server.service import Service
+from starlette.requests import Request
+
+from jaxserve.server.service import Service, caller_of, service_of
 from jaxserve.types import (
     FinishReason,
     OutputDelta,
@@ -38,6 +40,24 @@ class Work:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+
+def work_of(
+    request: Request, prefix: str, prompts: list[list[int]], params: SamplingParams, body=None
+) -> Work:
+    """The Work of an HTTP request. prefix: of its id; body: with vLLM's extras, if it has them."""
+    service = service_of(request)
+    extra = lambda name: getattr(body, name, None)
+    return Work(
+        id=prefix + request.state.request_id,
+        prompts=prompts,
+        params=params,
+        tenant=caller_of(request).tenant,
+        priority=extra("priority") or 0,
+        timeout_s=service.timeout_s(extra("timeout")),
+        cache_salt=service.cache_salt(request, extra("cache_salt")),
+        arrived=request.state.arrived,
+    )
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
 from jaxserve.server.limits import read_body
 from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest
+from jaxserve.types import SamplingParams
 
 TOKENIZER_THREADS = 2
 # Bodies above this are parsed in a thread: a list of a million ids takes 0.3 s to validate.
@@ -67,8 +68,14 @@ class Service:
             message = f"The model {quote(name)} is not served here; see /v1/models."
             raise ApiError(404, message, "model_not_found", "model")
 
+    def open_for(self, params: SamplingParams) -> SamplingParams:
+        """params, if the engine can serve them now; before any tokenising, else refused."""
+        params.check_vocabulary(self.engine.vocab_size)
+        self.check_open()
+        return params
+
     def check_open(self) -> None:
-        """Refuses early, before any tokenising, what the engine would refuse or never run."""
+        """Refuses early what the engine would refuse or never run."""
         health = self.engine.health()
         if health.state == "draining":
             message = "The server is shutting down; send this to another one."

@@ -18,6 +18,8 @@ from fake_engine import FakeEngine
 
 from jaxserve.server import app as server_app
 
+http = httpx.Client(timeout=60)  # patient: test machines are busy
+
 
 @contextlib.contextmanager
 def serving(engine, **settings):

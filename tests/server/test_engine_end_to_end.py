@@ -7,7 +7,7 @@ import time
 import httpx
 import openai
 import pytest
-from conftest import serving
+from conftest import http, serving
 from fake_engine import EOS, VOCAB, byte_tokenizer
 from test_completions import error_of
 from test_lifecycle import wait_for
@@ -104,7 +104,7 @@ def assert_idle(running):
     wait_for(lambda: running.engine.stats().running + running.engine.stats().waiting == 0)
     stats = running.engine.stats()
     assert stats.pages_free == stats.pages_total
-    assert httpx.get(running.url + "/health").status_code == 200
+    assert http.get(running.url + "/health").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,16 +125,16 @@ def test_clients_that_leave_give_their_pages_back(stack, stream):
 def test_a_failed_step_hurts_only_what_ran_and_the_next_request_works(stack):
     stack.runner.fault = RuntimeError("device lost at 0x7fff1234 in /usr/lib/libtpu.so")
     body = {"prompt": "a", "max_tokens": 5, "seed": 1}
-    error = error_of(httpx.post(stack.url + "/v1/completions", json=body), 500)
+    error = error_of(http.post(stack.url + "/v1/completions", json=body), 500)
     assert error["code"] == "engine_failed" and "libtpu" not in error["message"]
-    assert httpx.post(stack.url + "/v1/completions", json=body).status_code == 200
+    assert http.post(stack.url + "/v1/completions", json=body).status_code == 200
     assert_idle(stack)
 
 
 def test_a_deadline_keeps_the_partial_text(stack):
     stack.runner.pause = 0.02
     body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "timeout": 0.3}
-    answer = httpx.post(stack.url + "/v1/completions", json=body).json()
+    answer = http.post(stack.url + "/v1/completions", json=body).json()
     assert answer["choices"][0]["finish_reason"] == "timeout"
     assert 0 < answer["usage"]["completion_tokens"] < 60
     assert_idle(stack)
@@ -143,25 +143,25 @@ def test_a_deadline_keeps_the_partial_text(stack):
 def test_usage_counts_and_reuse_of_prefixes(stack):
     body = {"prompt": "the same long beginning of it", "max_tokens": 4, "n": 2, "seed": 3,
             "ignore_eos": True}  # fmt: skip
-    first = httpx.post(stack.url + "/v1/completions", json=body).json()["usage"]
+    first = http.post(stack.url + "/v1/completions", json=body).json()["usage"]
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert first["prompt_tokens"] == 30 and first["completion_tokens"] == 8
-    again = httpx.post(stack.url + "/v1/completions", json=body).json()["usage"]
+    again = http.post(stack.url + "/v1/completions", json=body).json()["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] == 28
-    salted = httpx.post(stack.url + "/v1/completions", json={**body, "cache_salt": "s"}).json()
+    salted = http.post(stack.url + "/v1/completions", json={**body, "cache_salt": "s"}).json()
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 class Scraper:
     def __init__(self, running):
-        self.get = lambda path: httpx.get(running.url + path)
+        self.get = lambda path: http.get(running.url + path)
 
 
 def test_accounting_is_exact(stack):
     total = 0
     for i in range(6):
         body = {"prompt": f"p{i}", "max_tokens": 3 + i, "ignore_eos": True}
-        total += httpx.post(stack.url + "/v1/completions", json=body).json()["usage"][
+        total += http.post(stack.url + "/v1/completions", json=body).json()["usage"][
             "completion_tokens"
         ]
     samples = scrape(Scraper(stack))
@@ -203,6 +203,6 @@ def test_overload_is_refused_at_once_with_a_time_to_retry():
 def test_a_dead_engine_is_reported_and_its_clients_are_told(stack):
     stack.engine.core.step = None  # calling it raises on the engine thread
     body = {"prompt": "a", "max_tokens": 5}
-    assert httpx.post(stack.url + "/v1/completions", json=body).status_code == 500
-    wait_for(lambda: httpx.get(stack.url + "/health").status_code == 503)
-    error_of(httpx.post(stack.url + "/v1/completions", json=body), 503)
+    assert http.post(stack.url + "/v1/completions", json=body).status_code == 500
+    wait_for(lambda: http.get(stack.url + "/health").status_code == 503)
+    error_of(http.post(stack.url + "/v1/completions", json=body), 503)

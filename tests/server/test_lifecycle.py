@@ -8,7 +8,7 @@ import threading
 import httpx
 import orjson
 import pytest
-from conftest import Client, serving
+from conftest import Client, http, serving
 from fake_engine import MODEL, FakeEngine
 from test_completions import error_of
 
@@ -109,7 +109,7 @@ def test_leaving_over_a_real_socket(engine):
                 wait_for(lambda: len(engine.open) == 1)
             wait_for(lambda: len(engine.open) == 0)
         assert len(engine.aborted) == 2
-        assert httpx.get(running.url + "/health").status_code == 200
+        assert http.get(running.url + "/health").status_code == 200
 
 
 def wait_for(condition, seconds=10):
@@ -193,7 +193,7 @@ def start_stream(running):
 
     def read():
         body = {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 5}
-        result["answer"] = httpx.post(running.url + "/v1/completions", json=body, timeout=20)
+        result["answer"] = http.post(running.url + "/v1/completions", json=body)
 
     thread = threading.Thread(target=read)
     thread.start()
@@ -211,9 +211,9 @@ def test_first_signal_drains_and_keeps_answering(engine):
         finish = start_stream(running)
         running.server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: engine.state == "draining")
-        assert httpx.get(running.url + "/ready").status_code == 503
-        assert httpx.get(running.url + "/live").status_code == 200
-        refused = httpx.post(running.url + "/v1/completions", json={"prompt": "b"})
+        assert http.get(running.url + "/ready").status_code == 503
+        assert http.get(running.url + "/live").status_code == 200
+        refused = http.post(running.url + "/v1/completions", json={"prompt": "b"})
         assert refused.status_code == 503 and refused.headers["connection"] == "close"
         engine.release()
         assert finish().text.endswith("data: [DONE]\n\n")

@@ -4,9 +4,8 @@ import contextlib
 import socket
 import time
 
-import httpx
 import pytest
-from conftest import serving
+from conftest import http, serving
 from fake_engine import FakeEngine
 
 from jaxserve.server import limits
@@ -18,7 +17,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 def running():
     with serving(FakeEngine(), max_body_bytes=2048, client_timeout_s=0.5) as running:
         yield running
-        assert httpx.get(running.url + "/health").status_code == 200
+        assert http.get(running.url + "/health").status_code == 200
 
 
 @contextlib.contextmanager
@@ -172,4 +171,4 @@ def test_a_reader_that_stops_reading_is_dropped():
         while not engine.aborted and time.monotonic() < end:
             time.sleep(0.02)
         assert len(engine.aborted) == 1 and engine.open == {}
-        assert httpx.get(running.url + "/health").status_code == 200
+        assert http.get(running.url + "/health").status_code == 200
