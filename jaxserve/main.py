@@ -346,7 +346,8 @@ def run() -> typing.NoReturn:
     except KeyboardInterrupt:
         status = 130
     except (ValueError, OSError, flags.Error) as error:
-        errors.print(f"jaxserve: {' '.join(str(error).split())}", style="red", markup=False)
+        line = " ".join(str(error).split())
+        errors.print(f"jaxserve: {line}", style="red", markup=False, soft_wrap=True)
         status = 1
     sys.exit(status)
 

@@ -30,15 +30,16 @@ class Progress:
         self._tasks = {}
 
     def __enter__(self) -> Progress:
-        self._bars.start()
         return self
 
     def __exit__(self, *_) -> None:
-        self._bars.stop()
+        if self._tasks:
+            self._bars.stop()
 
     def part(self, name: str) -> Callable[[str, int, int], None]:
         def report(item: str, done: int, total: int) -> None:
             if name not in self._tasks:
+                self._bars.start()  # with the first news: an early error stands alone
                 self._tasks[name] = self._bars.add_task(_TITLES[name], amount="", item="")
             amount = f"{done}/{total}"
             if name in _COUNTS_BYTES:

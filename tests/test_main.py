@@ -1,0 +1,89 @@
+"""The command line: flags from fields, presets, and errors in one line."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from jaxserve import main
+from jaxserve.config import EngineConfig, ServerConfig
+
+CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
+
+
+def parse(verb, *arguments):
+    return main.parse(main.VERBS[verb], list(arguments))
+
+
+def test_every_field_is_a_flag_with_its_default():
+    (engine, _, server), rest = parse("serve")
+    assert (engine, server, rest) == (EngineConfig(), ServerConfig(), [])
+
+
+def test_flags_set_fields_by_type():
+    (engine, _, server), _ = parse(
+        "serve", "--model=x.gguf", "--num_slots=4", "--nopipelined", "--kv_memory_gib=0.5",
+        "--port=0", "--batching=static",
+    )  # fmt: skip
+    assert engine == EngineConfig(
+        model="x.gguf", num_slots=4, pipelined=False, kv_memory_gib=0.5, batching="static"
+    )
+    assert server.port == 0
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
+def test_presets_are_valid_and_headed_by_their_command(path):
+    first = path.read_text().splitlines()[0]
+    assert first == f"# jaxserve serve --config={path.stem}"
+    (engine, _, _), _ = parse("serve", f"--config={path.stem}")
+    for name, value in tomllib.loads(path.read_text()).items():
+        assert getattr(engine, name) == value
+
+
+def test_flags_win_over_a_preset():
+    (engine, _, _), _ = parse("serve", "--config=llama-3.1-8b-v6e", "--num_slots=8")
+    assert (engine.num_slots, engine.page_size) == (8, 128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--config=none"], "--config=none: there is no such preset"),
+        (["serve", "--config=../setup"], "no such preset"),
+        (["serve", "--num_slots=0"], "--num_slots=0: must be at least 1"),
+        (["serve", "--num_slots=64", "--token_budget=8"], "raise the budget or lower the slots"),
+        (["serve", "--page_size=48"], "must be a power of two"),
+        (["serve", "--weight_dtype=int3"], "int3"),
+        (["serve", "--num_slots=many"], "num_slots"),
+        (["serve", "model.gguf"], "settings are flags"),
+        (["serve", "--model=/no/such/file.gguf", "--port=0"], "no such file"),
+        (["sreve"], "unknown verb 'sreve'"),
+    ],
+)
+def test_errors_are_one_line_with_the_remedy(arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxserve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jaxserve: ") and says in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("verb", list(main.VERBS))
+def test_help_of_every_verb_names_every_flag(verb, capsys):
+    assert main.main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for config in main.VERBS[verb].configs:
+        for field in dataclasses.fields(config):
+            assert f"--{field.name}" in shown and field.metadata["help"]
+
+
+def test_help_does_not_load_jax():
+    """Help and flag errors come at once: jax takes a second to import."""
+    code = "from jaxserve import main, sys; main.main(['--help']); assert 'jax' not in sys.modules"
+    code = f"import sys; sys.argv=['jaxserve']; {code.replace('main, sys', 'main')}"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
