@@ -4,7 +4,7 @@ import datetime
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level, chatml, word_marked
 
@@ -128,6 +128,7 @@ def test_a_role_cannot_carry_a_control_token():
             chatml().encode_chat([{"role": role, "content": "x"}])
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.text(alphabet="<|im_endstar>s \n", max_size=30))
 def test_no_content_makes_a_control_token(content):
     tokenizer = TOKENIZER

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import CHATML
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -138,16 +138,19 @@ def test_ids_above_the_vocabulary_decode_to_nothing(tmp_path):
     assert tokenizer.token_bytes(10**9) == b""
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(ids=st.lists(st.integers(0, 260), max_size=20))
 def test_byte_level_text_is_the_librarys(ids):
     assert BYTE_TOKENIZER.decode(ids) == BYTE_FAST.decode(ids)
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(text=st.text(max_size=20))
 def test_any_text_comes_back(text):
     assert BYTE_TOKENIZER.decode(BYTE_TOKENIZER.encode(text), skip_special_tokens=False) == text
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(pieces=st.lists(st.sampled_from([1, 2, 3, 4, 5 + 0x0A, 5 + 0x41]), max_size=8))
 def test_word_marked_text_is_the_librarys(pieces):
     stream = TextStream(WORD_TOKENIZER)

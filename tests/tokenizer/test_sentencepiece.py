@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import tokenizer as package
@@ -54,6 +54,7 @@ def both(request, tmp_path_factory):
     return sentencepiece.SentencePieceProcessor(model_file=model), package.load(folder)
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(parts=st.lists(ALPHABET, max_size=12))
 def test_ids_and_texts_are_the_librarys(both, parts):
     library, ours = both

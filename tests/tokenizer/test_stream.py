@@ -1,7 +1,7 @@
 """Incremental text: joined deltas are the one-shot text, and stop strings are found anywhere."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level, word_marked
 
@@ -65,6 +65,7 @@ def test_a_character_begun_by_the_prompt_is_completed():
     assert deltas(BYTES, smile[2:], prompt=[97, *smile[:2]])[0] == ["", "😀"]
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(
     ids=st.lists(st.integers(0, 260), max_size=60),
     tokenizer=st.sampled_from([BYTES, WORDS]),
@@ -76,6 +77,7 @@ def test_joined_deltas_are_the_decoded_text(ids, tokenizer, skip):
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(text=st.text(max_size=40))
 def test_every_delta_ends_between_characters(text):
     pushed, tail, _ = deltas(BYTES, BYTES.encode(text))
@@ -152,6 +154,7 @@ def first_stop(text, stop):
     return text, None
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(
     pieces=st.lists(st.text("ab\n", max_size=6), max_size=12),
     stop=st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4),
