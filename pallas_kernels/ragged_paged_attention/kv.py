@@ -46,10 +46,10 @@ class KVSpec:
 class KVPages:
     """The stacked cache of all layers. Donated to every step and updated in place.
 
-    data: [L, G, J, 2, K, E] for the CPU backends (2: K then V); `kv_page_shape` has the others.
-    scale: float32 [L, G, J, 2, K] for 8-bit data, None otherwise. value = data * scale. Each page
-      carries a scale per head and slot, not one for all its slots: a page fills over many steps,
-      and a shared scale would have to be revised, so results would depend on a prompt's chunks.
+    data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, K, W] with W = 2 * J * E, rounded up.
+    scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
+      scale. A page carries a scale per head and slot, not one for all slots: it fills over many
+      steps, a shared scale would have to be revised, and results would depend on a prompt's chunks.
     """
 
     data: jax.Array
@@ -74,7 +74,12 @@ def tpu_lanes(num_kv_heads: int, head_dim: int) -> int:
 def kv_page_specs(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
     """The cache as ShapeDtypeStructs: what to lower a step with."""
     shape = kv_page_shape(spec, num_pages, backend)
-    scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if spec.quantised else None
+    scale = None
+    if spec.quantised:
+        per_slot = shape[:-1]
+        if backend in ("tpu", "interpret"):
+            per_slot = (*shape[:2], 2 * spec.num_kv_heads, spec.page_size)
+        scale = jax.ShapeDtypeStruct(per_slot, jnp.float32)
     return KVPages(jax.ShapeDtypeStruct(shape, spec.dtype), scale)
 
 
@@ -114,8 +119,10 @@ def to_layout(pages: KVPages, backend: str) -> KVPages:
         return pages
     L, G, J, _, K, E = pages.data.shape
     rows = pages.data.transpose(0, 1, 4, 3, 2, 5).reshape(L, G, K, 2 * J * E)
-    spare = tpu_lanes(J, E) - rows.shape[-1]
-    return KVPages(jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, spare))))
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, tpu_lanes(J, E) - 2 * J * E)))
+    if pages.scale is None:
+        return KVPages(rows)
+    return KVPages(rows, pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K))
 
 
 def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) -> KVPages:
@@ -123,6 +130,8 @@ def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) 
     if backend not in ("tpu", "interpret"):
         return pages
     L, G, K, _ = pages.data.shape
-    rows = pages.data[..., : 2 * num_kv_heads * head_dim]
-    rows = rows.reshape(L, G, K, 2, num_kv_heads, head_dim)
-    return KVPages(rows.transpose(0, 1, 4, 3, 2, 5))
+    J, E = num_kv_heads, head_dim
+    rows = pages.data[..., : 2 * J * E].reshape(L, G, K, 2, J, E).transpose(0, 1, 4, 3, 2, 5)
+    if pages.scale is None:
+        return KVPages(rows)
+    return KVPages(rows, pages.scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))

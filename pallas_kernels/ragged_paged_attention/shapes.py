@@ -32,6 +32,13 @@ class HeadShape:
     def scale(self):
         return self.E**-0.5
 
+    def scaled(self, heads: int, window: int):
+        """The same kind of attention with at most `heads` KV heads and a window of `window`."""
+        J = min(self.J, heads)
+        return dataclasses.replace(
+            self, H=self.H // self.J * J, J=J, window=self.window and min(self.window, window)
+        )
+
 
 SHAPES = (
     HeadShape("llama-3-8b", 32, 8, 128),

@@ -1,8 +1,8 @@
 """Ragged paged attention on TPU: lays out queries and keys, and calls the kernel.
 
 Decode rows go in tiles of one token; the rest, when there are any, in tiles of many, gathered so
-that each tile is one piece of memory. Both calls run the body in tpu_body.py and change the pages in
-place.
+that each tile is one piece of memory. Both calls run the body in tpu_body.py and change the pages
+in place.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .kv import KVPages
+from .kv import KVPages, quantise
+from .reference import token_places
 from .tpu_body import LANES, LOG2_E, NEGATIVE, Plan, call
-from .tpu_tables import decode_tiles, mixed_tiles
+from .tables import decode_tiles, mixed_tiles
 
 SUBLANES = 8
 BLOCK_TOKENS = 512
@@ -32,11 +33,23 @@ def ragged_paged_attention(
     if K % group:
         dtype = kv_pages.data.dtype.name
         raise ValueError(f"page_size={K}: with {dtype} KV on TPU, use a multiple of {group}")
+    new_kv, scales = token_rows(k_TJE, v_TJE, W), None
+    if kv_pages.scale is not None:
+        if K % LANES:
+            raise ValueError(f"page_size={K}: with 8-bit KV on TPU, use a multiple of {LANES}")
+        new_kv, new_scales = quantised_rows(k_TJE, v_TJE, W, kv_pages.data.dtype)
+        page_T, slot_T = token_places(batch, T, K)
+        page_T = jnp.where(page_T < 0, kv_pages.scale.shape[1], page_T)  # padding: dropped
+        # Indexed down to single numbers: XLA would otherwise turn the whole array over to scatter.
+        row_J2 = jnp.arange(new_scales.shape[1], dtype=jnp.int32)
+        at = (layer, page_T[:, None], row_J2[None], slot_T[:, None])
+        scales = kv_pages.scale.at[at].set(new_scales, mode="drop")
     # A group may begin before its first new token and end after its last.
-    new_kv = jnp.pad(token_rows(k_TJE, v_TJE, W), ((group, group), (0, 0), (0, 0)))
+    new_kv = jnp.pad(new_kv, ((group, group), (0, 0), (0, 0)))
     common = dict(
-        new_kv=new_kv, batch=batch, J=k_TJE.shape[1], layer=layer, scale=scale, window=window,
-        soft_cap=soft_cap, sinks=sinks, interpret=interpret, block_tokens=block_tokens,
+        new_kv=new_kv, scales=scales, batch=batch, J=k_TJE.shape[1], layer=layer, scale=scale,
+        window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
+        block_tokens=block_tokens,
     )  # fmt: skip
     token_T = jnp.arange(T, dtype=jnp.int32)
 
@@ -54,7 +67,7 @@ def ragged_paged_attention(
 
     any_mixed = batch.num_rows[0] > batch.num_decode[0]
     out_THE, pages = jax.lax.cond(any_mixed, mixed, lambda *same: same, out_THE, pages)
-    return out_THE, KVPages(pages)
+    return out_THE, KVPages(pages, scales)
 
 
 def interpreted(*args, **options):
@@ -63,8 +76,8 @@ def interpreted(*args, **options):
 
 
 def run_tiles(
-    q_itHE, pages, tiles, *, new_kv, batch, J, layer, scale, window, soft_cap, sinks, interpret,
-    block_tokens,
+    q_itHE, pages, tiles, *, new_kv, scales, batch, J, layer, scale, window, soft_cap, sinks,
+    interpret, block_tokens,
 ):  # fmt: skip
     """One kernel call. -> (out_itHE, pages)."""
     _, t, H, E = q_itHE.shape
@@ -92,10 +105,14 @@ def run_tiles(
         window=window,
         soft_cap=soft_cap,
         compute_dtype=jnp.dtype(jnp.float32 if exact else jnp.bfloat16),
+        set_heads=heads,
+        num_kv_heads=J,
+        quantised=scales is not None,
     )
     q = spread_queries(q_itHE, J, heads, lanes, k_offset)
     R = q.shape[2]
-    place = jnp.arange(R, dtype=jnp.int32) // set_rows
+    row = jnp.arange(R, dtype=jnp.int32)
+    rows = jnp.stack([row // set_rows, row % set_rows // (H // J)])
     if sinks is None:
         first_max = jnp.full((len(k_lanes), R, LANES), NEGATIVE, jnp.float32)
     else:
@@ -110,10 +127,11 @@ def run_tiles(
         tiles.group_5n,
         tiles.counts,
         q,
-        jnp.broadcast_to(place[:, None], (R, LANES)),
+        jnp.broadcast_to(rows[..., None], (2, R, LANES)),
         first_max,
         new_kv,
         pages,
+        *(() if scales is None else (scales,)),
     )
     out, pages = call(
         plan, arguments, num_tiles=tiles.counts[0], out_dtype=q.dtype, sinks=sinks is not None,
@@ -140,6 +158,15 @@ def token_rows(k_TJE, v_TJE, W):
     rows = jnp.concatenate([k_TJE.reshape(T, -1), v_TJE.reshape(T, -1)], axis=1)
     rows = jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, W - rows.shape[1])))
     return rows.reshape(T, W // LANES, LANES)
+
+
+def quantised_rows(k_TJE, v_TJE, W, dtype):
+    """-> (8-bit codes as float32 [T, W / 128, 128], their scales [T, 2J])."""
+    k_codes, k_scales = quantise(k_TJE, dtype)
+    v_codes, v_scales = quantise(v_TJE, dtype)
+    as_float = lambda codes: codes.astype(jnp.float32)
+    rows = token_rows(as_float(k_codes), as_float(v_codes), W)
+    return rows, jnp.concatenate([k_scales, v_scales], axis=1)
 
 
 def set_windows(J, E, heads):

@@ -13,14 +13,15 @@ once: its queries are zero outside their own head's lanes, so one matmul over th
 each head its own scores. That fills sublanes that small groups would leave empty, and head sizes
 that are no multiple of 128 lanes need no shuffles.
 
-Names: R rows of a tile in a set (tokens x heads), B tokens of a block, W lanes of a page, w lanes of
-a set, s sets, p pages of a block, g tokens of a group.
+Names: R rows of a tile in a set (tokens x heads), B tokens of a block, W lanes of a page, w lanes
+of a set, s sets, p pages of a block, g tokens of a group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,9 @@ class Plan:
     window: int | None
     soft_cap: float | None
     compute_dtype: jnp.dtype
+    set_heads: int  # KV heads of a set
+    num_kv_heads: int
+    quantised: bool  # pages hold 8-bit codes, with a scale per slot and head
 
     @property
     def block_tokens(self):
@@ -67,16 +71,18 @@ class Refs:
     tile_row: object  # [tiles]
     tile_first: object  # [tiles] position of the tile's first token
     tile_end: object  # [tiles] one past the position of its last
-    group: object  # [5, groups] page, its first slot, token at that slot, first new slot, past the last
+    group: object  # [5, groups] page, first slot, token at that slot, first new slot, past the last
     counts: object  # [2] tiles, groups
     q: object  # VMEM [1, s, R, w]
-    place: object  # VMEM [R, 128] int32: which of the tile's tokens a row is
+    rows: object  # VMEM [2, R, 128] int32: which token of the tile a row is; which head of its set
     first_max: object  # VMEM [s, R, 128] what the maximum starts from: sinks, or NEGATIVE
     new_kv: object  # HBM [tokens, W / 128, 128] float32
     pages_in: object  # aliased to `pages`
+    scales: object  # HBM [L, G, 2J, K] float32; this and scale_buffer: for 8-bit pages only
     out: object  # VMEM [1, s, R, w]
     pages: object  # HBM [L, G, K, W]
     kv: object  # VMEM [2, p, K, W]
+    scale_buffer: object  # VMEM [2, p, 2J, K] float32
     max: object  # VMEM [s, R, 128] float32
     sum: object  # VMEM [s, R, 128] float32
     value: object  # VMEM [s, R, w] float32
@@ -89,7 +95,7 @@ class Refs:
 
 def kernel(*refs, plan: Plan, sinks: bool):
     """Grid step i is tile i."""
-    refs = Refs(*refs)
+    refs = Refs(**dict(zip(ref_names(plan), refs)), **({} if plan.quantised else NO_SCALES))
     tile = pl.program_id(0)
 
     @pl.when(tile == 0)
@@ -135,6 +141,14 @@ def kernel(*refs, plan: Plan, sinks: bool):
     refs.out[0] = (refs.value[...] / jnp.where(total > 0, total, 1)).astype(refs.out.dtype)
 
 
+NO_SCALES = {"scales": None, "scale_buffer": None}
+
+
+def ref_names(plan):
+    names = [field.name for field in dataclasses.fields(Refs)]
+    return [name for name in names if plan.quantised or name not in NO_SCALES]
+
+
 def first_page(refs, plan, tile):
     """The first page of which the tile's first token sees anything."""
     if plan.window is None:
@@ -157,31 +171,35 @@ def start_full(refs, plan, tile, block, buffer):
     layer, row = refs.layer[0], refs.tile_row[tile]
     at = row * plan.pages_per_row + first_page(refs, plan, tile) + block * plan.block_pages
     for p in range(plan.block_pages):
-        page = refs.page_table[at + p]
-        pltpu.make_async_copy(
-            refs.pages.at[layer, page], refs.kv.at[buffer, p], refs.fetch_sems.at[buffer]
-        ).start()
+        page, sem = refs.page_table[at + p], refs.fetch_sems.at[buffer]
+        pltpu.make_async_copy(refs.pages.at[layer, page], refs.kv.at[buffer, p], sem).start()
+        if plan.quantised:
+            to = refs.scale_buffer.at[buffer, p]
+            pltpu.make_async_copy(refs.scales.at[layer, page], to, sem).start()
 
 
 def wait_full(refs, plan, buffer):
     """One wait for all of the block's bytes: a DMA semaphore counts bytes, not copies."""
-    block = refs.kv.at[buffer]
-    pltpu.make_async_copy(block, block, refs.fetch_sems.at[buffer]).wait()
+    for ref in (refs.kv, refs.scale_buffer) if plan.quantised else (refs.kv,):
+        block = ref.at[buffer]
+        pltpu.make_async_copy(block, block, refs.fetch_sems.at[buffer]).wait()
 
 
-def part_copy(refs, plan, tile, block, buffer, g):
-    """The copy of one group of a block that is not fetched whole."""
+def part_copies(refs, plan, tile, block, buffer, g):
+    """The copies of one group of a block that is not fetched whole."""
     groups_page = plan.page_size // plan.group_tokens
     p, offset = g // groups_page, g % groups_page * plan.group_tokens
     offset = pl.multiple_of(offset, plan.group_tokens)
     at = refs.tile_row[tile] * plan.pages_per_row + first_page(refs, plan, tile)
     page = refs.page_table[at + block * plan.block_pages + p]
     slots = pl.ds(offset, plan.group_tokens)
-    return pltpu.make_async_copy(
-        refs.pages.at[refs.layer[0], page, slots],
-        refs.kv.at[buffer, p, slots],
-        refs.fetch_sems.at[buffer],
-    )
+    layer, sem = refs.layer[0], refs.fetch_sems.at[buffer]
+    codes = refs.pages.at[layer, page, slots], refs.kv.at[buffer, p, slots]
+    if not plan.quantised:
+        return [pltpu.make_async_copy(*codes, sem)]
+    # Scales of a page come whole, again with each of its groups: tails of rows are short.
+    scales = refs.scales.at[layer, page], refs.scale_buffer.at[buffer, p]
+    return [pltpu.make_async_copy(*codes, sem), pltpu.make_async_copy(*scales, sem)]
 
 
 def part_groups(refs, plan, tile, block):
@@ -201,7 +219,8 @@ def start_fetch(refs, plan, tile, block, buffer):
     def _():
         @pl.loop(0, part_groups(refs, plan, tile, block))
         def _(g):
-            part_copy(refs, plan, tile, block, buffer, g).start()
+            for copy in part_copies(refs, plan, tile, block, buffer, g):
+                copy.start()
 
 
 def wait_fetch(refs, plan, tile, block, buffer):
@@ -215,7 +234,8 @@ def wait_fetch(refs, plan, tile, block, buffer):
     def _():
         @pl.loop(0, part_groups(refs, plan, tile, block))
         def _(g):
-            part_copy(refs, plan, tile, block, buffer, g).wait()
+            for copy in part_copies(refs, plan, tile, block, buffer, g):
+                copy.wait()
 
 
 def attend(refs, plan, tile, block, buffer):
@@ -225,7 +245,7 @@ def attend(refs, plan, tile, block, buffer):
     k_position = first + jax.lax.broadcasted_iota(jnp.int32, (R, plan.block_tokens), 1)
     q_position = refs.tile_first[tile]
     if plan.tile_tokens > 1:
-        q_position = jnp.tile(refs.place[...], (1, plan.block_tokens // LANES)) + q_position
+        q_position = jnp.tile(refs.rows[0], (1, plan.block_tokens // LANES)) + q_position
     seen = k_position <= q_position
     if plan.window is not None:
         seen &= k_position > q_position - plan.window
@@ -233,6 +253,8 @@ def attend(refs, plan, tile, block, buffer):
     def scores(s):
         k = lanes_of(refs, plan, buffer, plan.k_lanes, s)
         s_RB = matmul(refs.q[0, s].astype(plan.compute_dtype), k, transposed=True)
+        if plan.quantised:
+            s_RB = s_RB * row_scales(refs, plan, buffer, s * plan.set_heads)
         if plan.soft_cap is None:
             s_RB = s_RB * (plan.scale * LOG2_E)
         else:
@@ -248,6 +270,9 @@ def attend(refs, plan, tile, block, buffer):
         keep = jnp.exp2(old_max - new_max)
         refs.max[s] = new_max
         refs.sum[s] = keep * refs.sum[s] + jnp.sum(p_RB, axis=1, keepdims=True)
+        if plan.quantised:
+            v_scales = row_scales(refs, plan, buffer, plan.num_kv_heads + s * plan.set_heads)
+            p_RB = jnp.where(seen, p_RB * v_scales, 0)
         return p_RB.astype(plan.compute_dtype), keep
 
     def add_values(s, p_RB, keep):
@@ -273,10 +298,24 @@ def lanes_of(refs, plan, buffer, starts, s):
         at = starts[s]
     else:
         step = starts[1] - starts[0]
-        assert all(b - a == step for a, b in zip(starts, starts[1:])) and step % LANES == 0
+        assert all(b - a == step for a, b in itertools.pairwise(starts)) and step % LANES == 0
         at = pl.multiple_of(starts[0] + s * step, LANES)
     block = refs.kv[buffer, :, :, pl.ds(at, plan.set_lanes)]
     return block.reshape(plan.block_tokens, plan.set_lanes).astype(plan.compute_dtype)
+
+
+def row_scales(refs, plan, buffer, first):
+    """-> [R, B] the scales of scale rows first, first + 1, ... at the queries of a set's heads."""
+    B = plan.block_tokens
+    head = jnp.tile(refs.rows[1], (1, B // LANES))
+    result = jnp.zeros(head.shape, jnp.float32)
+    for h in range(plan.set_heads):
+        of_pages = [
+            refs.scale_buffer[buffer, p, pl.ds(first + h, 1)] for p in range(plan.block_pages)
+        ]
+        scale = jnp.concatenate(of_pages, axis=1)
+        result = jnp.where(head == h, scale, result)
+    return result
 
 
 def matmul(a, b, *, transposed):
@@ -346,12 +385,18 @@ def merge(refs, plan, i):
         old = refs.old[buffer, :, lanes].astype(jnp.float32)
         new = jnp.where(slot < high, refs.new[buffer, :, c], 0)
         merged = jnp.where(slot < low, old, new)
+        if refs.old.dtype == jnp.int8:
+            merged = merged.astype(jnp.int32)
         refs.old[buffer, :, lanes] = merged.astype(refs.old.dtype)
 
 
 def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_bytes):
-    """Runs the kernel. arguments: the first 12 fields of Refs. -> (out, pages)."""
+    """Runs the kernel. arguments: the fields of Refs before `out`. -> (out, pages)."""
     q, pages = arguments[7], arguments[11]
+    scale_buffer = []
+    if plan.quantised:
+        page_scales = arguments[12].shape[2:]
+        scale_buffer = [pltpu.VMEM((2, plan.block_pages, *page_scales), jnp.float32)]
     _, sets, rows, lanes = q.shape
     W = pages.shape[-1]
     by_tile = pl.BlockSpec((1, sets, rows, lanes), lambda i, *_: (i, 0, 0, 0))
@@ -367,10 +412,12 @@ def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=7,
             grid=(num_tiles,),
-            in_specs=[by_tile, fixed(rows, LANES), fixed(sets, rows, LANES), hbm, hbm],
+            in_specs=[by_tile, fixed(2, rows, LANES), fixed(sets, rows, LANES)]
+            + [hbm] * (len(arguments) - 10),
             out_specs=[by_tile, hbm],
             scratch_shapes=[
                 vmem((2, plan.block_pages, plan.page_size, W), pages.dtype),
+                *scale_buffer,
                 vmem((sets, rows, LANES), f32),
                 vmem((sets, rows, LANES), f32),
                 vmem((sets, rows, lanes), f32),

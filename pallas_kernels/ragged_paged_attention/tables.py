@@ -1,7 +1,7 @@
-"""The scalar tables that tell the TPU kernel which tokens make a tile and which slots to write.
+"""The scalar tables that tell a kernel which tokens make a tile and which slots to write.
 
-Computed in XLA from a RaggedBatch, once a step: layers ask for the same values, so the compiler keeps
-one copy. Names: i tiles, t tokens of a tile, n groups of slots written together.
+Computed in XLA from a RaggedBatch. All layers ask for the same values, so the compiler keeps one
+copy. Names: i tiles, t tokens of a tile, n groups of slots written together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def decode_tiles(batch, rows: int, group: int, page_size: int) -> Tiles:
 
 
 def mixed_tiles(batch, T: int, tile_tokens: int, group: int, page_size: int):
-    """The other rows -> (Tiles, their tokens [i, t], tile of each token, place of each in its tile)."""
+    """The other rows -> (Tiles, their tokens [i, t], tile of each token, its place in the tile)."""
     S = batch.kv_len_S.shape[0]
     row_S = jnp.arange(S, dtype=jnp.int32)
     is_mixed_S = (row_S >= batch.num_decode) & (row_S < batch.num_rows)

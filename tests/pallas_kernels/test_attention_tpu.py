@@ -1,0 +1,78 @@
+"""The TPU kernel in Pallas' interpreter, DMAs and semaphores simulated, races looked for.
+
+Small heads and batches of every kind of attention in shapes.py; the full list runs on devices
+(tools/check_gpu.py) and through the TPU compiler (test_deviceless.py).
+"""
+
+import functools
+
+import attention_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels.ragged_paged_attention import kv, shapes, tpu
+
+BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
+# Blocks of 128: the second row has two whole blocks and a part, the third a chunk in two tiles.
+ROWS = shapes.BatchShape("rows", ((1, 33), (1, 300), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def interpret(case, shape, page_dtype=None, dtype=jnp.float32):
+    """-> (out, pages in the plain layout), with race detection on."""
+    q, k, v, pages, batch, sinks = shapes.place(case, "interpret", dtype, page_dtype)
+    run = functools.partial(
+        tpu.ragged_paged_attention,
+        layer=1, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
+        block_tokens=128, tile_tokens=16, interpret=pltpu.InterpretParams(detect_races=True),
+    )  # fmt: skip
+    lowered = jax.jit(run).lower(q, k, v, pages, batch, sinks=sinks)
+    out, pages = lowered.compile(compiler_options=QUICK)(q, k, v, pages, batch, sinks=sinks)
+    assert not interpret_pallas_call.races.races_found
+    return np.asarray(out), kv.from_layout(pages, "interpret", shape.J, shape.E)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3-8b", "smollm2", "gemma-2-9b", "gpt-oss-20b", "phi-3-mini"]
+)
+def test_equals_float64(name):
+    """NaN in every slot that no token owns; the written slots hold the new K and V exactly."""
+    shape = BY_NAME[name].scaled(heads=3 if name == "smollm2" else 4, window=24)
+    case = shapes.make_case(shape, ROWS, page_size=16, layers=2, layer=1, seed=7)
+    want, cache = oracle.attend(case, shape, layer=1)
+    out, pages = interpret(case, shape)
+    np.testing.assert_allclose(out, want, rtol=0, atol=5e-6)
+    owned = ~np.isnan(cache)
+    np.testing.assert_array_equal(np.asarray(pages.data)[owned], cache[owned].astype(np.float32))
+
+
+def test_eight_bits():
+    """Equal to the reference, which test_attention_reference.py proves for 8 bits."""
+    from jaxserve.pallas_kernels.ragged_paged_attention import reference
+
+    shape = BY_NAME["llama-3-8b"].scaled(heads=2, window=24)
+    case = shapes.make_case(shape, ROWS, page_size=128, layers=2, layer=1, seed=8)
+    q, k, v, pages, batch, _ = shapes.place(case, "reference", jnp.float32, jnp.int8)
+    want, want_pages = jax.jit(
+        functools.partial(reference.ragged_paged_attention, layer=1, scale=shape.scale)
+    )(q, k, v, pages, batch)
+    out, got_pages = interpret(case, shape, jnp.int8)
+    np.testing.assert_allclose(out, np.asarray(want), rtol=0, atol=5e-6)
+    np.testing.assert_array_equal(np.asarray(got_pages.scale), np.asarray(want_pages.scale))
+    owned = ~np.isnan(np.asarray(want_pages.scale))
+    np.testing.assert_array_equal(
+        np.asarray(got_pages.data)[owned], np.asarray(want_pages.data)[owned]
+    )
+
+
+def test_page_sizes_that_memory_tiles_forbid_are_refused():
+    shape = BY_NAME["smollm2"]
+    for page_size, dtype, need in ((8, jnp.bfloat16, 16), (64, jnp.int8, 128)):
+        case = shapes.make_case(shape, ROWS, page_size=page_size)
+        q, k, v, pages, batch, _ = shapes.place(case, "tpu", jnp.bfloat16, dtype)
+        with pytest.raises(ValueError, match=f"multiple of {need}"):
+            tpu.ragged_paged_attention(q, k, v, pages, batch, layer=0, scale=1.0)
