@@ -17,7 +17,15 @@
                         "avx512bf16,amx-tile,amx-int8,amx-bf16")))
 #endif
 
+#define JAXSERVE_INLINE inline __attribute__((always_inline))
+
 namespace jaxserve {
+
+// 16 floats on any machine: the compiler splits them where registers are smaller. Code written with
+// them is compiled once per instruction set, by inlining it into functions that ask for one.
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
 
 // Instruction sets, each containing those before it.
 enum class Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
@@ -30,6 +38,29 @@ inline Isa ChooseIsa(int64_t wanted) {
   int best = static_cast<int>(BestIsa());
   return static_cast<Isa>(wanted < 0 || wanted > best ? best : static_cast<int>(wanted));
 }
+
+// A function compiled once per instruction set: Op::Run<isa>, inlined into a function that may use it.
+// Run<kAmx> is not among them: tiles are written by hand where they pay.
+template <typename Op, typename Signature>
+struct PerIsa;
+
+template <typename Op, typename... Args>
+struct PerIsa<Op, void(Args...)> {
+  using Function = void (*)(Args...);
+  static void Plain(Args... args) { Op::template Run<Isa::kPlain>(args...); }
+#if JAXSERVE_X86
+  JAXSERVE_AVX2 static void Avx2(Args... args) { Op::template Run<Isa::kAvx2>(args...); }
+  JAXSERVE_AVX512 static void Avx512(Args... args) { Op::template Run<Isa::kAvx512>(args...); }
+#endif
+
+  static Function For(Isa isa) {
+#if JAXSERVE_X86
+    if (isa >= Isa::kAvx512) return Avx512;
+    if (isa == Isa::kAvx2) return Avx2;
+#endif
+    return Plain;
+  }
+};
 
 // The processors this process may run on: the caller and NumThreads() - 1 workers.
 int NumThreads();

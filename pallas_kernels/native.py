@@ -12,7 +12,7 @@ import sysconfig
 import jax
 
 ISAS = ("plain", "avx2", "avx512", "amx")  # each contains those before it; native.h's order
-TARGETS = ("jaxserve_linear_floats", "jaxserve_linear_groups")
+TARGETS = ("jaxserve_linear_floats", "jaxserve_linear_groups", "jaxserve_ragged_attention")
 
 
 @functools.cache

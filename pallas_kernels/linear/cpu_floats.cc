@@ -19,11 +19,6 @@ constexpr int kPanel = 16;               // output features side by side
 constexpr int64_t kBlock = 256;          // inputs summed before they join the total
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in cache while panels pass: half an L2
 
-// 16 floats on any machine: the compiler splits them where registers are smaller.
-typedef float Lanes __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-#define JAXSERVE_INLINE inline __attribute__((always_inline))
-
 struct BFloat16 {
   uint16_t bits;
 };

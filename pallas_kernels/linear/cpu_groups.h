@@ -24,10 +24,6 @@ constexpr int kPanel = 16;   // output features side by side
 constexpr int kBlock = 32;   // inputs that share an activation scale
 constexpr int kMaxRows = 16;  // rows of a tile
 
-#define JAXSERVE_INLINE inline __attribute__((always_inline))
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t IntLanes __attribute__((vector_size(64)));
-
 // One layer's weight. codes: [F / 16][D / 4][16][4] int8, or [F / 16][D / 8][16][4] uint8 holding two
 // codes a byte: of a block's eight quads of inputs, bytes of quad i < 4 hold quad i low, i + 4 high.
 // scale, offset: [F / 16][D / group][16].

@@ -1,0 +1,750 @@
+// Ragged paged attention on the CPU: writes the step's K and V into their pages, then attends.
+//
+// Queries go in tiles: some tokens of one row times the query heads that share a KV head. A tile
+// walks its keys in blocks of kBlock, aligned to position 0, with a running maximum, sum and weighted
+// value (online softmax: Milakov and Gimelshein, arXiv:1805.02867), starting afresh every kSegment
+// keys; segments are joined in order. So long rows split over threads, and every query goes through
+// the same operations in the same order whatever tile it is in: a key that a query does not see leaves
+// its state as it was, to the bit.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "../native.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxserve::attention {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kLanes = 16;
+constexpr int kBlock = 64;        // keys of a block
+constexpr int kSegment = 512;     // keys of a segment
+constexpr int kTileVectors = 48;  // query vectors of a tile, about
+constexpr float kNone = -1e30f;   // the maximum over no keys: below any score, and finite
+constexpr int64_t kTaskBytes = 64 << 10;  // copying less than this is not worth handing out
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float8 {  // e4m3fn
+  uint8_t bits;
+};
+
+// What a call says, in plain numbers and pointers.
+template <typename KV>
+struct Call {
+  int64_t T, H, J, E, S, P, K, G;
+  const float* q_THE;
+  const KV* k_TJE;
+  const KV* v_TJE;
+  const float* k_scale_TJ;  // null unless KV has 8 bits; the same for scale
+  const float* v_scale_TJ;
+  KV* pages;        // of this layer: [G, J, 2, K, E]
+  float* scales;    // of this layer: [G, J, 2, K]
+  const int32_t* page_table_SP;
+  const int32_t* kv_len_S;
+  const int32_t* cu_q_len_S1;
+  int64_t num_rows;
+  const float* sinks_H;  // or null
+  float* out_THE;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+
+  int64_t group() const { return H / J; }
+  int64_t depth() const { return CeilDiv(E, kLanes) * kLanes; }
+  // Position of a row's first token of this step.
+  int64_t FirstPosition(int64_t s) const {
+    return kv_len_S[s] - (cu_q_len_S1[s + 1] - cu_q_len_S1[s]);
+  }
+  int64_t FirstVisible(int64_t position) const {
+    return window == 0 ? 0 : std::max<int64_t>(0, position - window + 1);
+  }
+  // Index of a slot's K among the vectors of the layer; its V is K slots further.
+  int64_t Slot(int64_t s, int64_t j, int64_t position) const {
+    int64_t page = page_table_SP[s * P + position / K];
+    return (page * J + j) * 2 * K + position % K;
+  }
+};
+
+// `count` tokens of row s from packed token t0, for KV head j, over segments [segment0, segment1).
+// state < 0: the tile is computed whole and goes to the output. Otherwise its one segment's state
+// goes to that place and is joined with the others later.
+struct Tile {
+  int64_t s, j, t0, count, segment0, segment1, state;
+};
+
+// Running maximum, sum and unnormalised value of M query vectors.
+struct State {
+  float* max;    // [M]
+  float* sum;    // [M]
+  float* value;  // [M][depth]
+
+  static size_t Floats(int64_t M, int64_t depth) { return M * (depth + 2) + 2 * kLanes; }
+  static State At(float* memory, int64_t M, int64_t depth) {
+    int64_t head = CeilDiv(M, kLanes) * kLanes;
+    return {memory, memory + head, memory + 2 * head};
+  }
+};
+
+// ---- arithmetic on lanes -----------------------------------------------------------------------
+
+JAXSERVE_INLINE Lanes LoadLanes(const float* at) {
+  Lanes v;
+  std::memcpy(&v, at, sizeof(v));
+  return v;
+}
+JAXSERVE_INLINE void StoreLanes(float* at, const Lanes& v) { std::memcpy(at, &v, sizeof(v)); }
+
+JAXSERVE_INLINE Lanes Fill(float value) { return Lanes{} + value; }
+JAXSERVE_INLINE Lanes Max(const Lanes& a, const Lanes& b) { return a > b ? a : b; }
+
+JAXSERVE_INLINE float MaxOf(const Lanes& v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = std::max(best, v[i]);
+  return best;
+}
+
+// The lanes' sum, by halves.
+JAXSERVE_INLINE float SumOf(const Lanes& v) {
+  float part[kLanes];
+  std::memcpy(part, &v, sizeof(part));
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  }
+  return part[0];
+}
+
+// e^x = power * (1 + rest), for x in [-87, 88]: x = n ln 2 + r with |r| <= ln(2) / 2, power = 2^n and
+// rest = e^r - 1 by its Taylor series to r^7, good to 5e-9 and exactly 0 at 0.
+struct Power {
+  Lanes power, rest;
+};
+JAXSERVE_INLINE Power PowerOf(const Lanes& x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  Lanes n = (x * 1.44269504f + kRound) - kRound;
+  Lanes r = x - n * 0.693359375f;  // ln 2 in two parts, the first exact in few bits
+  r = r - n * -2.12194440e-4f;
+  Lanes series = Fill(1.0f / 5040);
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  return {reinterpret_cast<Lanes>(exponent), series * r};
+}
+
+// e^x for x up to 88: exactly 1 at 0, and 0 below -87 (also for kNone).
+JAXSERVE_INLINE Lanes Exp(const Lanes& x) {
+  Power e = PowerOf(x < -87.0f ? Fill(-87.0f) : x);
+  return x < -87.0f ? Fill(0.0f) : e.power * (e.rest + 1.0f);
+}
+
+// cap * tanh(score / cap), as m / (m + 2) with m = e^(2 score / cap) - 1, which is precise near 0.
+JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
+  Lanes x = score * (2.0f / cap);
+  x = x > 40.0f ? Fill(40.0f) : x < -40.0f ? Fill(-40.0f) : x;
+  Power e = PowerOf(x);
+  Lanes m = e.power * e.rest + (e.power - 1.0f);
+  return cap * m / (m + 2.0f);
+}
+
+// Of every 2 h lanes of a and b: h lanes of a, then h of b, each from offset kFrom (0 or h).
+template <int h, int kFrom>
+JAXSERVE_INLINE Lanes Half(const Lanes& a, const Lanes& b) {
+#define JAXSERVE_LANE(i) ((i) & h ? 16 + ((i) & ~h) + kFrom : (i) + kFrom)
+  return __builtin_shufflevector(
+      a, b, JAXSERVE_LANE(0), JAXSERVE_LANE(1), JAXSERVE_LANE(2), JAXSERVE_LANE(3),
+      JAXSERVE_LANE(4), JAXSERVE_LANE(5), JAXSERVE_LANE(6), JAXSERVE_LANE(7), JAXSERVE_LANE(8),
+      JAXSERVE_LANE(9), JAXSERVE_LANE(10), JAXSERVE_LANE(11), JAXSERVE_LANE(12),
+      JAXSERVE_LANE(13), JAXSERVE_LANE(14), JAXSERVE_LANE(15));
+#undef JAXSERVE_LANE
+}
+
+// Turns 16 vectors of 16 lanes: the blocks off the diagonal change places, by halves.
+template <Isa kIsa>
+JAXSERVE_INLINE void Transpose(Lanes* rows) {
+  if constexpr (kIsa == Isa::kPlain) {  // shuffles that wide are nothing but work for the compiler
+    for (int i = 0; i < kLanes; ++i) {
+      for (int l = 0; l < i; ++l) {
+        float held = rows[i][l];
+        rows[i][l] = rows[l][i];
+        rows[l][i] = held;
+      }
+    }
+    return;
+  }
+  auto turn = [rows](auto half) __attribute__((always_inline)) {
+    constexpr int h = decltype(half)::value;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & h) continue;
+      Lanes a = rows[i], b = rows[i + h];
+      rows[i] = Half<h, 0>(a, b);
+      rows[i + h] = Half<h, h>(a, b);
+    }
+  };
+  turn(std::integral_constant<int, 8>());
+  turn(std::integral_constant<int, 4>());
+  turn(std::integral_constant<int, 2>());
+  turn(std::integral_constant<int, 1>());
+}
+
+// kRows x kVectors of c [rows][ldc] = (add: c +) a [rows][depth] b [depth][ldb], the depth in order.
+template <int kRows, int kVectors>
+JAXSERVE_INLINE void Product(const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+                             int64_t ldc, int64_t depth, bool add) {
+  Lanes sum[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      sum[r][v] = add ? LoadLanes(c + r * ldc + v * kLanes) : Lanes{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Lanes from[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) from[v] = LoadLanes(b + k * ldb + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      float value = a[r * lda + k];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += from[v] * value;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) StoreLanes(c + r * ldc + v * kLanes, sum[r][v]);
+  }
+}
+
+// Product for any number of rows and vectors, in pieces of at most kRows x kVectors.
+template <int kRows, int kVectors>
+JAXSERVE_INLINE void Pieces(int64_t rows, int64_t vectors, const float* a, int64_t lda,
+                            const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
+                            bool add) {
+  if constexpr (kRows > 0) {
+    for (; rows >= kRows; rows -= kRows, a += kRows * lda, c += kRows * ldc) {
+      int64_t v = 0;
+      for (; v + kVectors <= vectors; v += kVectors) {
+        Product<kRows, kVectors>(a, lda, b + v * kLanes, ldb, c + v * kLanes, ldc, depth, add);
+      }
+      if (v < vectors) {
+        Product<kRows, 1>(a, lda, b + v * kLanes, ldb, c + v * kLanes, ldc, depth, add);
+      }
+    }
+    constexpr int kFewer = kRows > 4 ? kRows / 2 : kRows - 1;  // 12, 6, 3, 2, 1
+    Pieces<kFewer, kVectors>(rows, vectors, a, lda, b, ldb, c, ldc, depth, add);
+  }
+}
+
+struct ProductOp {
+  using Signature = void(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b,
+                         int64_t ldb, float* c, int64_t ldc, int64_t depth, bool add);
+  // Sums, weights and one broadcast fit the registers: 32, 16 of half the size, 16 of a quarter.
+  template <Isa kIsa, typename... Args>
+  static JAXSERVE_INLINE void Run(Args... args) {
+    constexpr int kRows = kIsa == Isa::kAvx512 ? 12 : kIsa == Isa::kAvx2 ? 6 : 2;
+    Pieces<kRows, kIsa == Isa::kAvx512 ? 2 : 1>(args...);
+  }
+};
+
+// ---- keys and values ---------------------------------------------------------------------------
+
+JAXSERVE_INLINE float ToFloat(Float8 x) {
+  uint32_t exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
+  float magnitude = exponent == 0 ? mantissa * 0x1p-9f
+                                  : std::ldexp(1.0f + mantissa / 8.0f, int(exponent) - 7);
+  if ((x.bits & 127) == 127) magnitude = std::nanf("");
+  return x.bits & 128 ? -magnitude : magnitude;
+}
+
+struct Float8Table {
+  float value[256];
+  Float8Table() {
+    for (int i = 0; i < 256; ++i) value[i] = ToFloat(Float8{static_cast<uint8_t>(i)});
+  }
+};
+const Float8Table kFloat8;
+
+// 16 stored numbers as floats, before any scale.
+JAXSERVE_INLINE Lanes Widen(const float* at) { return LoadLanes(at); }
+JAXSERVE_INLINE Lanes Widen(const BFloat16* at) {
+  uint16_t half __attribute__((vector_size(32)));
+  std::memcpy(&half, at, sizeof(half));
+  return reinterpret_cast<Lanes>(__builtin_convertvector(half, Bits) << 16);
+}
+JAXSERVE_INLINE Lanes Widen(const int8_t* at) {
+  int8_t byte __attribute__((vector_size(16)));
+  std::memcpy(&byte, at, sizeof(byte));
+  return __builtin_convertvector(__builtin_convertvector(byte, IntLanes), Lanes);
+}
+JAXSERVE_INLINE Lanes Widen(const Float8* at) {
+  Lanes v;
+  for (int i = 0; i < kLanes; ++i) v[i] = kFloat8.value[at[i].bits];
+  return v;
+}
+
+// Elements [e, e + 16) of a stored vector of E, zeros past its end.
+template <typename KV>
+JAXSERVE_INLINE Lanes LoadVector(const KV* at, int64_t e, int64_t E) {
+  if (e + kLanes <= E) return Widen(at + e);
+  KV part[kLanes] = {};
+  std::memcpy(part, at + e, (E - e) * sizeof(KV));
+  return Widen(part);
+}
+
+// A thread's working memory.
+struct Workspace {
+  float* q;       // [M][depth], scaled
+  float* keys;    // [depth][kBlock]: turned, for vectors of scores
+  float* values;  // [kBlock][depth]
+  float* scores;  // [M][kBlock], then the weights
+  State state, total;
+
+  static size_t Floats(int64_t M, int64_t depth) {
+    return M * depth + 2 * kBlock * depth + M * kBlock + 2 * State::Floats(M, depth) + kLanes * 8;
+  }
+  Workspace(float* memory, int64_t M, int64_t depth) {
+    q = memory;
+    keys = q + M * depth;
+    values = keys + kBlock * depth;
+    scores = values + kBlock * depth;
+    float* states = scores + M * kBlock;
+    state = State::At(states, M, depth);
+    total = State::At(states + CeilDiv(State::Floats(M, depth), kLanes) * kLanes, M, depth);
+  }
+};
+
+// Brings keys [low, high) of the block at `base` to floats: K turned, V as it is. Slots outside may
+// belong to anybody, or to nobody: they are read as zeros.
+template <typename KV>
+struct LoadOp {
+  using Signature = void(const Call<KV>& call, int64_t s, int64_t j, int64_t base, int64_t low,
+                         int64_t high, const Workspace& work);
+  template <Isa kIsa>
+  static JAXSERVE_INLINE void Run(const Call<KV>& call, int64_t s, int64_t j, int64_t base,
+                                  int64_t low, int64_t high, const Workspace& work) {
+    int64_t depth = call.depth();
+    for (int64_t first = low / kLanes * kLanes; first < high; first += kLanes) {
+      const KV* at[kLanes];
+      float k_scale[kLanes], v_scale[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        int64_t key = first + i;
+        at[i] = nullptr;
+        if (key < low || key >= high) continue;
+        int64_t slot = call.Slot(s, j, base + key);
+        at[i] = call.pages + slot * call.E;
+        if (call.scales != nullptr) {
+          k_scale[i] = call.scales[slot];
+          v_scale[i] = call.scales[slot + call.K];
+        }
+      }
+      for (int64_t e = 0; e < depth; e += kLanes) {
+        Lanes rows[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          rows[i] = at[i] == nullptr ? Lanes{} : LoadVector(at[i], e, call.E);
+          if (call.scales != nullptr && at[i] != nullptr) rows[i] *= k_scale[i];
+        }
+        Transpose<kIsa>(rows);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) StoreLanes(work.keys + (e + i) * kBlock + first, rows[i]);
+      }
+      for (int i = 0; i < kLanes; ++i) {
+        if (at[i] == nullptr) continue;
+        const KV* v = at[i] + call.K * call.E;
+        for (int64_t e = 0; e < depth; e += kLanes) {
+          Lanes value = LoadVector(v, e, call.E);
+          if (call.scales != nullptr) value *= v_scale[i];
+          StoreLanes(work.values + (first + i) * depth + e, value);
+        }
+      }
+    }
+  }
+};
+
+// ---- a tile ------------------------------------------------------------------------------------
+
+void Clear(const State& state, int64_t M, int64_t depth) {
+  for (int64_t m = 0; m < M; ++m) {
+    state.max[m] = kNone;
+    state.sum[m] = 0;
+  }
+  std::memset(state.value, 0, M * depth * sizeof(float));
+}
+
+// Scores of one query over a block -> weights, in place, and its state made ready to add their values.
+// The query sees keys [low, high) of the block.
+JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_cap,
+                           const State& state, int64_t m, int64_t depth) {
+  constexpr int kVectors = kBlock / kLanes;
+  const IntLanes lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Lanes score[kVectors], best = Fill(kNone);
+  IntLanes seen[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    IntLanes key = lane + v * kLanes;
+    seen[v] = (key >= static_cast<int32_t>(low)) & (key < static_cast<int32_t>(high));
+    Lanes raw = LoadLanes(scores + v * kLanes);
+    if (soft_cap > 0) raw = SoftCap(raw, soft_cap);
+    score[v] = seen[v] ? raw : Fill(kNone);
+    best = Max(best, score[v]);
+  }
+  float top = std::max(state.max[m], MaxOf(best));
+  Lanes total = {};
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    Lanes weight = Exp(score[v] - top);
+    weight = seen[v] ? weight : Fill(0.0f);
+    StoreLanes(scores + v * kLanes, weight);
+    total += weight;
+  }
+  float keep = Exp(Fill(state.max[m] - top))[0];
+  state.max[m] = top;
+  state.sum[m] = state.sum[m] * keep + SumOf(total);
+  for (int64_t e = 0; e < depth; e += kLanes) {
+    float* at = state.value + m * depth + e;
+    StoreLanes(at, LoadLanes(at) * keep);
+  }
+}
+
+// Which keys the queries of a tile see: that at `position` + m / group sees (that - window, that].
+struct Sight {
+  int64_t position, group, window;
+};
+
+struct WeighOp {
+  using Signature = void(float* scores, int64_t M, int64_t base, const Sight& sight, float soft_cap,
+                         const State& state, int64_t depth);
+  template <Isa>
+  static JAXSERVE_INLINE void Run(float* scores, int64_t M, int64_t base, const Sight& sight,
+                                  float soft_cap, const State& state, int64_t depth) {
+    for (int64_t m = 0; m < M; ++m) {
+      int64_t high = sight.position + m / sight.group + 1 - base;
+      int64_t low = sight.window == 0 ? 0 : high - sight.window;
+      Weigh(scores + m * kBlock, std::max<int64_t>(low, 0), std::min<int64_t>(high, kBlock),
+            soft_cap, state, m, depth);
+    }
+  }
+};
+
+// total = total joined with state, for M query vectors.
+struct JoinOp {
+  using Signature = void(const State& total, const State& state, int64_t M, int64_t depth);
+  template <Isa>
+  static JAXSERVE_INLINE void Run(const State& total, const State& state, int64_t M,
+                                  int64_t depth) {
+    for (int64_t m = 0; m < M; ++m) {
+      float top = std::max(total.max[m], state.max[m]);
+      float keep = Exp(Fill(total.max[m] - top))[0], add = Exp(Fill(state.max[m] - top))[0];
+      total.max[m] = top;
+      total.sum[m] = total.sum[m] * keep + state.sum[m] * add;
+      for (int64_t e = 0; e < depth; e += kLanes) {
+        float* at = total.value + m * depth + e;
+        StoreLanes(at, LoadLanes(at) * keep + LoadLanes(state.value + m * depth + e) * add);
+      }
+    }
+  }
+};
+
+template <typename Op>
+using Entry = PerIsa<Op, typename Op::Signature>;
+
+// The operations for one instruction set.
+template <typename KV>
+struct Kernels {
+  typename Entry<LoadOp<KV>>::Function load;
+  Entry<ProductOp>::Function product;
+  Entry<WeighOp>::Function weigh;
+  Entry<JoinOp>::Function join;
+
+  explicit Kernels(Isa isa)
+      : load(Entry<LoadOp<KV>>::For(isa)),
+        product(Entry<ProductOp>::For(isa)),
+        weigh(Entry<WeighOp>::For(isa)),
+        join(Entry<JoinOp>::For(isa)) {}
+};
+
+// The state of a tile's queries over the keys of one segment.
+template <typename KV>
+void AttendSegment(const Call<KV>& call, const Kernels<KV>& kernels, const Tile& tile,
+                   int64_t segment, const Workspace& work, const State& state) {
+  int64_t depth = call.depth(), M = tile.count * call.group();
+  int64_t position = call.FirstPosition(tile.s) + tile.t0 - call.cu_q_len_S1[tile.s];
+  int64_t low = call.FirstVisible(position), high = position + tile.count;
+  Sight sight{position, call.group(), call.window};
+  Clear(state, M, depth);
+  for (int64_t base = segment * kSegment; base < (segment + 1) * kSegment; base += kBlock) {
+    int64_t from = std::max<int64_t>(low - base, 0);
+    int64_t to = std::min<int64_t>(high - base, kBlock);
+    if (from >= to) continue;
+    kernels.load(call, tile.s, tile.j, base, from, to, work);
+    int64_t first = from / kLanes;  // vectors of scores that hold a key
+    kernels.product(M, CeilDiv(to, kLanes) - first, work.q, depth, work.keys + first * kLanes,
+                    kBlock, work.scores + first * kLanes, kBlock, depth, false);
+    kernels.weigh(work.scores, M, base, sight, call.soft_cap, state, depth);
+    kernels.product(M, depth / kLanes, work.scores + from, kBlock, work.values + from * depth,
+                    depth, state.value, depth, to - from, true);
+  }
+}
+
+// What the joining starts from: nothing, or the sinks, which have weight and no value.
+template <typename KV>
+void StartTotal(const Call<KV>& call, const Tile& tile, const State& total) {
+  int64_t M = tile.count * call.group();
+  Clear(total, M, call.depth());
+  if (call.sinks_H == nullptr) return;
+  for (int64_t m = 0; m < M; ++m) {
+    total.max[m] = call.sinks_H[tile.j * call.group() + m % call.group()];
+    total.sum[m] = 1;
+  }
+}
+
+template <typename KV>
+void WriteOutput(const Call<KV>& call, const Tile& tile, const State& total) {
+  int64_t depth = call.depth(), group = call.group();
+  for (int64_t m = 0; m < tile.count * group; ++m) {
+    int64_t h = tile.j * group + m % group;
+    float* out = call.out_THE + ((tile.t0 + m / group) * call.H + h) * call.E;
+    float sum = total.sum[m] > 0 ? total.sum[m] : 1;
+    for (int64_t e = 0; e < call.E; ++e) out[e] = total.value[m * depth + e] / sum;
+  }
+}
+
+template <typename KV>
+void AttendTile(const Call<KV>& call, const Kernels<KV>& kernels, const Tile& tile, float* scratch,
+                float* states) {
+  int64_t depth = call.depth(), group = call.group(), M = tile.count * group;
+  Workspace work(scratch, M, depth);
+  for (int64_t m = 0; m < M; ++m) {
+    int64_t h = tile.j * group + m % group;
+    const float* q = call.q_THE + ((tile.t0 + m / group) * call.H + h) * call.E;
+    for (int64_t e = 0; e < call.E; ++e) work.q[m * depth + e] = q[e] * call.scale;
+    for (int64_t e = call.E; e < depth; ++e) work.q[m * depth + e] = 0;
+  }
+  if (tile.state >= 0) {
+    State state = State::At(states + tile.state, M, depth);
+    return AttendSegment(call, kernels, tile, tile.segment0, work, state);
+  }
+  StartTotal(call, tile, work.total);
+  for (int64_t segment = tile.segment0; segment < tile.segment1; ++segment) {
+    AttendSegment(call, kernels, tile, segment, work, work.state);
+    kernels.join(work.total, work.state, M, depth);
+  }
+  WriteOutput(call, tile, work.total);
+}
+
+// Joins the segments of a tile that were computed apart.
+template <typename KV>
+void JoinTile(const Call<KV>& call, const Kernels<KV>& kernels, const Tile& tile, float* scratch,
+              float* states) {
+  int64_t depth = call.depth(), M = tile.count * call.group();
+  State total = State::At(scratch, M, depth);
+  StartTotal(call, tile, total);
+  for (int64_t i = 0; i < tile.segment1 - tile.segment0; ++i) {
+    int64_t at = tile.state + i * State::Floats(M, depth);
+    kernels.join(total, State::At(states + at, M, depth), M, depth);
+  }
+  WriteOutput(call, tile, total);
+}
+
+// ---- a call ------------------------------------------------------------------------------------
+
+template <typename KV>
+void WriteToken(const Call<KV>& call, int64_t s, int64_t t) {
+  int64_t position = call.FirstPosition(s) + t - call.cu_q_len_S1[s];
+  for (int64_t j = 0; j < call.J; ++j) {
+    int64_t slot = call.Slot(s, j, position), from = t * call.J + j;
+    std::memcpy(call.pages + slot * call.E, call.k_TJE + from * call.E, call.E * sizeof(KV));
+    std::memcpy(call.pages + (slot + call.K) * call.E, call.v_TJE + from * call.E,
+                call.E * sizeof(KV));
+    if (call.scales != nullptr) {
+      call.scales[slot] = call.k_scale_TJ[from];
+      call.scales[slot + call.K] = call.v_scale_TJ[from];
+    }
+  }
+}
+
+// Null if lengths, pages and tokens fit the arrays they point into: a wrong one would write anywhere.
+template <typename KV>
+const char* Check(const Call<KV>& call) {
+  if (call.num_rows < 0 || call.num_rows > call.S) return "num_rows beyond the table";
+  if (call.cu_q_len_S1[0] != 0) return "cu_q_len does not start at 0";
+  for (int64_t s = 0; s < call.num_rows; ++s) {
+    int64_t length = call.kv_len_S[s], tokens = call.cu_q_len_S1[s + 1] - call.cu_q_len_S1[s];
+    if (tokens < 0 || call.cu_q_len_S1[s + 1] > call.T) return "cu_q_len beyond the tokens";
+    if (length < tokens || length > call.P * call.K) return "kv_len beyond the pages, or too short";
+    for (int64_t p = call.FirstVisible(length - tokens) / call.K; p * call.K < length; ++p) {
+      int32_t page = call.page_table_SP[s * call.P + p];
+      if (tokens > 0 && (page < 0 || page >= call.G)) return "page id beyond the cache";
+    }
+  }
+  return nullptr;
+}
+
+struct Plan {
+  std::vector<Tile> tiles;  // one per task
+  std::vector<Tile> split;  // tiles whose segments are tasks of their own
+  int64_t state_floats = 0, max_vectors = 0;
+};
+
+// Tiles with the most keys first, so that the threads finish together.
+template <typename KV>
+Plan MakePlan(const Call<KV>& call) {
+  Plan plan;
+  int64_t tile_tokens = std::max<int64_t>(1, kTileVectors / call.group());
+  for (int64_t s = 0; s < call.num_rows; ++s) {
+    int64_t end = call.cu_q_len_S1[s + 1], first = call.cu_q_len_S1[s];
+    for (int64_t t0 = first; t0 < end; t0 += tile_tokens) {
+      int64_t count = std::min(tile_tokens, end - t0), M = count * call.group();
+      int64_t position = call.FirstPosition(s) + t0 - first;
+      int64_t segment0 = call.FirstVisible(position) / kSegment;
+      int64_t segment1 = CeilDiv(position + count, kSegment);
+      plan.max_vectors = std::max(plan.max_vectors, M);
+      for (int64_t j = 0; j < call.J; ++j) {
+        Tile tile{s, j, t0, count, segment0, segment1, -1};
+        if (end - first > 1 || segment1 - segment0 == 1) {
+          plan.tiles.push_back(tile);
+          continue;
+        }
+        tile.state = plan.state_floats;
+        plan.split.push_back(tile);
+        for (int64_t i = segment0; i < segment1; ++i) {
+          plan.tiles.push_back({s, j, t0, count, i, i + 1, plan.state_floats});
+          plan.state_floats += State::Floats(M, call.depth());
+        }
+      }
+    }
+  }
+  std::stable_sort(plan.tiles.begin(), plan.tiles.end(), [](const Tile& a, const Tile& b) {
+    return (a.segment1 - a.segment0) * a.count > (b.segment1 - b.segment0) * b.count;
+  });
+  return plan;
+}
+
+template <typename KV>
+void Attend(const Call<KV>& call, Isa isa) {
+  Team team;
+  int64_t used = call.cu_q_len_S1[call.num_rows];
+  int64_t token_bytes = 2 * call.J * call.E * sizeof(KV);
+  int64_t rows_a_task = call.num_rows;
+  if (used * token_bytes > kTaskBytes) rows_a_task = 1;
+  team.ForEach(CeilDiv(call.num_rows, std::max<int64_t>(1, rows_a_task)), [&](int64_t task, int) {
+    int64_t end = std::min((task + 1) * rows_a_task, call.num_rows);
+    for (int64_t s = task * rows_a_task; s < end; ++s) {
+      for (int64_t t = call.cu_q_len_S1[s]; t < call.cu_q_len_S1[s + 1]; ++t) WriteToken(call, s, t);
+    }
+  });
+  std::memset(call.out_THE + used * call.H * call.E, 0,
+              (call.T - used) * call.H * call.E * sizeof(float));
+
+  Plan plan = MakePlan(call);
+  const Kernels<KV> kernels(isa);
+  size_t thread_floats =
+      Align64(Workspace::Floats(plan.max_vectors, call.depth()) * sizeof(float)) / sizeof(float);
+  float* scratch = team.Scratch<float>(thread_floats * NumThreads() + plan.state_floats);
+  float* states = scratch + thread_floats * NumThreads();
+  team.ForEach(plan.tiles.size(), [&](int64_t task, int thread) {
+    AttendTile(call, kernels, plan.tiles[task], scratch + thread * thread_floats, states);
+  });
+  team.ForEach(plan.split.size(), [&](int64_t task, int thread) {
+    JoinTile(call, kernels, plan.split[task], scratch + thread * thread_floats, states);
+  });
+}
+
+using IntBuffer = ffi::Buffer<ffi::S32>;
+
+// q [T, H, E]; k, v [T, J, E] in the cache's type; k_scale, v_scale [T, J] and scales
+// [L, G, J, 2, K], empty unless that has 8 bits; pages [L, G, J, 2, K, E]; sinks [H] or empty. The
+// second and third result are `pages` and `scales`, written in place.
+ffi::Error RaggedAttention(ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+                           ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
+                           IntBuffer page_table, IntBuffer kv_len, IntBuffer cu_q_len,
+                           IntBuffer num_rows, IntBuffer layer, ffi::Buffer<ffi::F32> sinks,
+                           ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> new_pages,
+                           ffi::ResultBuffer<ffi::F32> new_scales, float scale, float soft_cap,
+                           int64_t window, int64_t isa) {
+  auto dims = pages.dimensions();
+  int64_t L = dims[0], index = layer.typed_data()[0];
+  if (index < 0 || index >= L) return ffi::Error::InvalidArgument("attention: no such layer");
+  if (new_pages->untyped_data() != pages.untyped_data() ||
+      new_scales->untyped_data() != scales.untyped_data()) {
+    return ffi::Error::Internal("attention: the cache is not updated in place");
+  }
+  auto run = [&](auto type) {
+    using KV = decltype(type);
+    bool quantised = sizeof(KV) == 1;
+    Call<KV> call{};
+    call.T = q.dimensions()[0];
+    call.H = q.dimensions()[1];
+    call.E = q.dimensions()[2];
+    call.J = k.dimensions()[1];
+    call.S = page_table.dimensions()[0];
+    call.P = page_table.dimensions()[1];
+    call.G = dims[1];
+    call.K = dims[4];
+    call.q_THE = q.typed_data();
+    call.k_TJE = static_cast<const KV*>(k.untyped_data());
+    call.v_TJE = static_cast<const KV*>(v.untyped_data());
+    call.k_scale_TJ = quantised ? k_scale.typed_data() : nullptr;
+    call.v_scale_TJ = quantised ? v_scale.typed_data() : nullptr;
+    call.pages = static_cast<KV*>(pages.untyped_data()) + pages.element_count() / L * index;
+    call.scales = quantised ? scales.typed_data() + scales.element_count() / L * index : nullptr;
+    call.page_table_SP = page_table.typed_data();
+    call.kv_len_S = kv_len.typed_data();
+    call.cu_q_len_S1 = cu_q_len.typed_data();
+    call.num_rows = num_rows.typed_data()[0];
+    call.sinks_H = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
+    call.out_THE = out->typed_data();
+    call.scale = scale;
+    call.soft_cap = soft_cap;
+    call.window = window;
+    if (const char* wrong = Check(call)) {
+      return ffi::Error::InvalidArgument(std::string("attention: ") + wrong);
+    }
+    Attend(call, ChooseIsa(isa));
+    return ffi::Error::Success();
+  };
+  switch (pages.element_type()) {
+    case ffi::F32: return run(float{});
+    case ffi::BF16: return run(BFloat16{});
+    case ffi::S8: return run(int8_t{});
+    case ffi::F8E4M3FN: return run(Float8{});
+    default: return ffi::Error::InvalidArgument("attention: unknown KV dtype");
+  }
+}
+
+}  // namespace
+}  // namespace jaxserve::attention
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_ragged_attention, jaxserve::attention::RaggedAttention,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // q
+                                  .Arg<xla::ffi::AnyBuffer>()              // k
+                                  .Arg<xla::ffi::AnyBuffer>()              // v
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // k_scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // v_scale
+                                  .Arg<xla::ffi::AnyBuffer>()              // pages
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // scales
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // page_table
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // kv_len
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // cu_q_len
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // num_rows
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // layer
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // sinks
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()  // out
+                                  .Ret<xla::ffi::AnyBuffer>()              // pages
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()  // scales
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("isa"));
