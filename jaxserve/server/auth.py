@@ -91,7 +91,7 @@ class Auth:
         caller = Caller() if not self.keys.digests else self._caller(scope)
         if caller is None:
             message = "Missing or wrong API key; send it as 'Authorization: Bearer KEY'."
-            response = ApiError(401, message, "invalid_api_key").response()
+            response = ApiError(401, message, "invalid_api_key").response(scope["path"])
             response.headers["WWW-Authenticate"] = "Bearer"
             return await response(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller

@@ -31,6 +31,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _REFUSAL_STATUS = {"queue_full": 429, "rate_limited": 429, "shutting_down": 503}
 
 
@@ -63,8 +64,10 @@ class ApiError(Exception):
             headers["Connection"] = "close"
         return headers
 
-    def response(self) -> Response:
-        return json_response(self.body(), status=self.status, headers=self.headers())
+    def response(self, path: str = "") -> Response:
+        """The answer to a request for `path`: Anthropic's paths have another dialect."""
+        body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
+        return json_response(body, status=self.status, headers=self.headers())
 
 
 class ClientGone(Exception):
@@ -74,6 +77,12 @@ class ClientGone(Exception):
 def json_response(content, *, status: int = 200, headers: dict | None = None) -> Response:
     """content as JSON. orjson refuses what JSON has no word for, so no NaN ever leaves."""
     return Response(orjson.dumps(content), status, headers=headers, media_type="application/json")
+
+
+def anthropic_body(error: ApiError) -> dict:
+    """{"type": "error", ...} as Anthropic writes it."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def from_exception(error: BaseException, request_id: str = "") -> ApiError:
@@ -142,4 +151,4 @@ HANDLED = (ApiError, RequestRefused, pydantic.ValidationError, EngineFailed, HTT
 async def handle(request: Request, error: Exception) -> Response:
     """Exception handler of the application for the HANDLED kinds; Guard sees to all others."""
     request_id = request.scope.get("state", {}).get("request_id", "")
-    return from_exception(error, request_id).response()
+    return from_exception(error, request_id).response(request.scope["path"])

@@ -157,7 +157,8 @@ class Guard:
         except Exception as error:
             if started:
                 raise
-            await from_exception(error, request_id).response()(scope, receive, bounded_send)
+            response = from_exception(error, request_id).response(scope["path"])
+            await response(scope, receive, bounded_send)
 
 
 def route_of(scope) -> str:

@@ -90,7 +90,7 @@ class EventStream(Response):
             failure = from_exception(error, self._request_id)
             if not self._started:
                 self._started = True
-                return await failure.response()(scope, receive, send)
+                return await failure.response(scope["path"])(scope, receive, send)
             await self._send(send, self._error_event(failure))
         await self._send(send, b"", more=False)
 

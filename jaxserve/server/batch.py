@@ -1,0 +1,152 @@
+"""Offline batches in OpenAI's batch format, through the same endpoints as over HTTP.
+
+Each input line is {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body": {...}};
+each output line is {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}.
+Lines are written as they finish, whole and flushed, so a run that was stopped goes on where it was:
+custom_ids that the output file has already are skipped, and a torn last line is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import uuid
+from collections.abc import Callable, Iterator
+
+import orjson
+
+from jaxserve.config import ServerConfig
+from jaxserve.server.app import create_app
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+NOT_TODAY = (429, 503)  # the queue is full: the line is tried again
+
+
+def run(
+    source: pathlib.Path,
+    target: pathlib.Path,
+    engine,
+    *,
+    in_flight: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Runs every line of source that target lacks; the number of lines that failed.
+
+    in_flight: lines at once; default: what the engine's queue takes. progress(done, total) is called
+    after each line. Raises ValueError for lines that are not requests, before anything runs.
+    """
+    return asyncio.run(
+        _run(pathlib.Path(source), pathlib.Path(target), engine, in_flight, progress)
+    )
+
+
+async def _run(source, target, engine, in_flight, progress) -> int:
+    finished = repair(target)
+    lines = [line for line in read_lines(source) if line["custom_id"] not in finished]
+    # No client to protect against here: a line may be as long and take as long as it needs.
+    config = ServerConfig(max_body_bytes=1 << 30, request_timeout_s=7 * 24 * 3600.0)
+    app = create_app(engine, config)
+    limit = in_flight or max(1, min(engine.config.max_queued // 2, 256))
+    slots, failed, done = asyncio.Semaphore(limit), 0, 0
+    with target.open("ab") as output:
+
+        async def one(line: dict) -> None:
+            nonlocal failed, done
+            async with slots:
+                result = await answer(app, line)
+            output.write(orjson.dumps(result) + b"\n")
+            output.flush()
+            failed += result["response"]["status_code"] != 200
+            done += 1
+            progress(done, len(lines))
+
+        async with asyncio.TaskGroup() as group:
+            for line in lines:
+                group.create_task(one(line))
+    return failed
+
+
+def read_lines(source: pathlib.Path) -> Iterator[dict]:
+    """The request lines, checked. Raises ValueError with the line's number."""
+    seen = set()
+    with source.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            where = f"{source.name}:{number}"
+            try:
+                line = orjson.loads(text)
+            except orjson.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
+                raise ValueError(f"{where} has no custom_id")
+            if line["custom_id"] in seen:
+                raise ValueError(f"{where}: custom_id {line['custom_id']!r} came before")
+            if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
+                raise ValueError(f"{where}: url must be one of {', '.join(URLS)}, with POST")
+            if not isinstance(line.get("body"), dict) or line["body"].get("stream"):
+                raise ValueError(f"{where}: body must be an object, without stream")
+            seen.add(line["custom_id"])
+            yield line
+
+
+def repair(target: pathlib.Path) -> set[str]:
+    """custom_ids that target has; cuts off a last line that a stop left unfinished."""
+    if not target.exists():
+        return set()
+    finished, good = set(), 0
+    with target.open("rb") as file:
+        for text in file:
+            with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+                if text.endswith(b"\n"):
+                    finished.add(orjson.loads(text)["custom_id"])
+                    good += len(text)
+                    continue
+            break
+    os.truncate(target, good)
+    return finished
+
+
+async def answer(app, line: dict) -> dict:
+    """The output line of one input line. Waits while the engine's queue is full."""
+    pause_s = 0.05
+    while True:
+        status, request_id, body = await call(app, line["url"], orjson.dumps(line["body"]))
+        if status not in NOT_TODAY:
+            break
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line["custom_id"],
+        "response": {"status_code": status, "request_id": request_id, "body": orjson.loads(body)},
+        "error": None,
+    }
+
+
+async def call(app, path: str, body: bytes) -> tuple[int, str, bytes]:
+    """POSTs to the application without a socket: (status, request id, body)."""
+    unread, parts, head = [body], [], {}
+
+    async def receive():
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await asyncio.Event().wait()  # this client never leaves
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            head["status"] = message["status"]
+            head["id"] = dict(message["headers"]).get(b"x-request-id", b"").decode()
+        else:
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "headers": [], "client": None, "server": None,
+        "state": {},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return head["status"], head["id"], b"".join(parts)

@@ -1,0 +1,88 @@
+"""Offline batches: OpenAI's format in and out, failures kept to their line, resumption."""
+
+import json
+
+import pytest
+from fake_engine import BOS, FakeEngine, text_of
+
+from jaxserve.server import batch
+
+
+def line(i, **body):
+    body = {"prompt": f"p{i}", "max_tokens": 4} | body
+    return {"custom_id": f"id-{i}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read(path):
+    return {line["custom_id"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def test_answers_and_failures_by_line(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}}  # fmt: skip
+    write(source, [line(0), line(1, temperature="hot"), chat])
+    progress = []
+    failed = batch.run(source, target, FakeEngine(), progress=lambda *p: progress.append(p))
+    assert failed == 1 and progress[-1] == (3, 3)
+    results = read(target)
+    good = results["id-0"]["response"]
+    assert good["status_code"] == 200 and good["request_id"]
+    assert good["body"]["choices"][0]["text"] == text_of([BOS, *b"p0"], 4)
+    bad = results["id-1"]["response"]
+    assert bad["status_code"] == 400 and bad["body"]["error"]["param"] == "temperature"
+    assert results["chat"]["response"]["body"]["object"] == "chat.completion"
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, [line(i) for i in range(5)])
+    batch.run(source, target, FakeEngine())
+    whole = read(target)
+    kept = target.read_text().splitlines(keepends=True)[:3]
+    target.write_text("".join(kept) + '{"id": "batch_req_1", "custom_id": "id-')  # torn
+    engine = FakeEngine()
+    assert batch.run(source, target, engine) == 0
+    assert len(engine.calls) == 2
+    text = lambda results: {
+        name: result["response"]["body"]["choices"][0]["text"] for name, result in results.items()
+    }
+    assert text(read(target)) == text(whole)
+
+
+def test_a_full_queue_is_waited_for(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, [line(0)])
+    engine = FakeEngine(max_queued=4)
+    readings = iter([9, 9, 0])
+    stats = engine.stats
+
+    def busy_at_first():
+        engine.counts.waiting = next(readings, 0)
+        return stats()
+
+    engine.stats = busy_at_first
+    assert batch.run(source, target, engine) == 0
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("nonsense\n", "in.jsonl:1 is not JSON"),
+        ('{"custom_id": 5}\n', "no custom_id"),
+        (json.dumps(line(0)) + "\n\n" + json.dumps(line(0)) + "\n", "in.jsonl:3.*came before"),
+        (json.dumps(line(0) | {"url": "/metrics"}), "url must be one of"),
+        (json.dumps(line(0, stream=True)), "without stream"),
+    ],
+)
+def test_bad_lines_are_found_before_anything_runs(tmp_path, text, complaint):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(text)
+    engine = FakeEngine()
+    with pytest.raises(ValueError, match=complaint):
+        batch.run(source, target, engine)
+    assert engine.calls == []

@@ -1,0 +1,149 @@
+"""/v1/messages and /v1/responses: by Anthropic's and OpenAI's packages, and by hand."""
+
+import json
+
+import openai
+import pytest
+from conftest import http, serving
+from fake_engine import MODEL, FakeEngine, text_of
+from test_chat import rendered
+from test_completions import error_of
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(FakeEngine(max_model_len=256)) as running:
+        running.engine.scripts["speak"] = "héllo wörld".encode()
+        yield running
+
+
+@pytest.fixture
+def claude(running):
+    anthropic = pytest.importorskip("anthropic")
+    return anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0)
+
+
+@pytest.fixture
+def api(running):
+    return openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0)
+
+
+HI = [{"role": "user", "content": "hi"}]
+SPEAK = [{"role": "user", "content": "speak"}]
+
+
+def test_message_by_anthropics_package(claude):
+    answer = claude.messages.create(model=MODEL, max_tokens=5, messages=HI, system="be brief")
+    prompt = rendered(("system", "be brief"), ("user", "hi"))
+    assert answer.content[0].text == text_of(prompt, 5)
+    assert answer.stop_reason == "max_tokens" and answer.role == "assistant"
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), 5)
+    done = claude.messages.create(model=MODEL, max_tokens=50, messages=SPEAK)
+    assert done.stop_reason == "end_turn" and done.content[0].text == "héllo wörld"
+    stopped = claude.messages.create(
+        model=MODEL, max_tokens=50, messages=SPEAK, stop_sequences=[" w"]
+    )
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " w")
+    assert claude.messages.count_tokens(model=MODEL, messages=HI).input_tokens == len(
+        rendered(("user", "hi"))
+    )
+
+
+def test_message_stream_by_anthropics_package(claude):
+    with claude.messages.stream(model=MODEL, max_tokens=50, messages=SPEAK) as stream:
+        assert "".join(stream.text_stream) == "héllo wörld"
+        final = stream.get_final_message()
+    assert final.stop_reason == "end_turn" and final.usage.output_tokens == 14
+
+
+def test_anthropic_errors_by_its_package(claude, running):
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="other", max_tokens=5, messages=HI)
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        claude.messages.create(model=MODEL, max_tokens=0, messages=HI)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    running.engine.fail_at = 2
+    try:
+        with pytest.raises(anthropic.APIError):
+            claude.messages.create(model=MODEL, max_tokens=9, messages=HI)
+        with (
+            pytest.raises(anthropic.APIError),
+            claude.messages.stream(model=MODEL, max_tokens=9, messages=HI) as stream,
+        ):
+            stream.get_final_message()
+    finally:
+        running.engine.fail_at = None
+
+
+def named_events(response):
+    blocks = [block.split("\n") for block in response.text.strip().split("\n\n")]
+    events = [
+        (b[0].removeprefix("event: "), json.loads(b[1].removeprefix("data: "))) for b in blocks
+    ]
+    assert all(name == content["type"] for name, content in events)
+    return events
+
+
+def test_message_events_in_order(running):
+    body = {"max_tokens": 2, "stream": True, "messages": HI}
+    events = named_events(http.post(running.url + "/v1/messages", json=body))
+    assert [name for name, _ in events] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_delta",
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert events[-2][1]["usage"]["output_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_tokens": None}, {"tools": [{"name": "f"}]}, {"temperature": 1.5}, {"messages": []},
+     {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"unheard": 1}, {"system": 5},
+     {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}],
+)  # fmt: skip
+def test_bad_messages_are_refused_in_anthropics_shape(client, change):
+    answer = client.post("/v1/messages", {"max_tokens": 5, "messages": HI} | change)
+    assert answer.status_code == 400 and answer.json()["type"] == "error"
+    assert set(answer.json()["error"]) == {"type", "message"}
+
+
+def test_response_by_openais_package(api):
+    answer = api.responses.create(model=MODEL, input="speak", instructions="now")
+    assert answer.output_text == "héllo wörld" and answer.status == "completed"
+    prompt = rendered(("system", "now"), ("user", "speak"))
+    assert answer.usage.input_tokens == len(prompt) and answer.usage.output_tokens == 14
+    cut = api.responses.create(model=MODEL, input=HI, max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output_text == text_of(rendered(("user", "hi")), 3)
+
+
+def test_response_stream_by_openais_package(api):
+    with api.responses.stream(model=MODEL, input="speak") as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.output_text == "héllo wörld"
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(numbers)
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == (
+        "héllo wörld"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"previous_response_id": "r"}, {"background": True}, {"tools": [{"type": "web_search"}]},
+     {"max_output_tokens": 0}, {"text": {"format": {"type": "json_object"}}}, {"input": []},
+     {"input": [{"type": "item_reference", "id": "x"}]}, {"input": None}, {"top_p": 2}],
+)  # fmt: skip
+def test_what_responses_cannot_do_is_refused(client, change):
+    error = error_of(client.post("/v1/responses", {"input": "hi"} | change))
+    assert error["param"] in (*change, "messages")
+
+
+def test_a_response_stream_that_fails_says_so(client, engine):
+    engine.fail_at = 2
+    events = named_events(client.post("/v1/responses", {"input": "hi", "stream": True}))
+    assert events[-1][0] == "error" and events[-1][1]["code"] == "engine_failed"
