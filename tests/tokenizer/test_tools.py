@@ -1,0 +1,251 @@
+"""Tool calls and reasoning in answers: found whatever the pieces; other text comes out as it is."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.tokenizer.reasoning import ReasoningSplitter, opens_reasoning
+from jaxserve.tokenizer.tools import PARSERS, CallDelta, ToolCall, find_parser, parse
+
+NAMES = ["get_weather", "add"]
+WEATHER = '{"city": "Zürich \\"x\\" }", "days": [1, {"a": null}]}'
+ANSWERS = {
+    "hermes": (
+        f'Let me see.\n<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n'
+        "</tool_call>\n"
+        '<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>\n'
+    ),
+    "llama3_json": (
+        f'{{"type": "function", "name": "get_weather", "parameters": {WEATHER}}}; '
+        '{"parameters": {"a": 1, "b": 2}, "name": "add"}'
+    ),
+    "mistral": (
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {WEATHER}, "id": "123456789"}}, '
+        '{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}]'
+    ),
+    "pythonic": ('[get_weather(city="Zürich \\"x\\" }", days=[1, {"a": None}]), add(a=1, b=2)]'),
+}
+
+
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    '{"name": "add"',
+    '"arguments": {"a": 1}',
+]
+FRAGMENTS += ["add(a='", "')", *'{}[],"\\ x\n']
+
+
+def stream(parser, pieces):
+    events = []
+    for piece in pieces:
+        events += parser.push(piece)
+    return events + parser.finish()
+
+
+def put_together(events):
+    """(content, calls), checking the order of deltas: index k, its name once, then arguments."""
+    content, calls = "", []
+    for event in events:
+        if isinstance(event, str):
+            content += event
+            continue
+        if event.name is not None:
+            assert event.index == len(calls)
+            calls.append([event.name, ""])
+        assert event.index == len(calls) - 1
+        calls[-1][1] += event.arguments
+    return content, [ToolCall(*call) for call in calls]
+
+
+def cut(text, size):
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 10**6])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_two_calls_in_pieces_of_any_size(name, size):  # B017
+    text = ANSWERS[name]
+    content, calls = put_together(stream(PARSERS[name](NAMES), cut(text, size)))
+    assert (content, calls) == parse(PARSERS[name](NAMES), text)
+    assert content == ("Let me see." if name == "hermes" else "")
+    assert [call.name for call in calls] == ["get_weather", "add"]
+    assert json.loads(calls[0].arguments) == json.loads(WEATHER)
+    assert json.loads(calls[1].arguments) == {"a": 1, "b": 2}
+
+
+def test_arguments_stream_while_they_come():
+    parser = PARSERS["hermes"]()
+    assert parser.push('Yes <tool_call>{"name": "f", "arguments": {"a"') == [
+        "Yes",
+        CallDelta(0, "f", '{"a"'),
+    ]
+    assert parser.push(": 1") == [CallDelta(0, None, ": 1")]
+    assert parser.push("}}</tool_call>") == [CallDelta(0, None, "}")]
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[TOOL_CALLS]get_weather[ARGS]" + WEATHER, [("get_weather", WEATHER)]),
+        ('[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]add{}', [("add", '{"a": 1}'), ("add", "{}")]),
+    ],
+)
+def test_newer_mistral_calls(text, calls):
+    expected = ("", [ToolCall(*call) for call in calls])
+    assert parse(PARSERS["mistral"](), text) == expected
+    assert put_together(stream(PARSERS["mistral"](), text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "No call, 1 < 2 <tool"),
+        ("hermes", "<tool_call>not json</tool_call> then text"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", "  leading and trailing \n"),
+        ("hermes", '<tool_call>{"name": 3}'),
+        ("llama3_json", '{"name": "Bob", "age": 3}'),
+        ("llama3_json", '{"answer": 42} and text'),
+        ("llama3_json", '{"name": '),
+        ("llama3_json", "plain"),
+        ("llama3_json", "{"),
+        ("mistral", "[TOOL_CALL] is not the mark"),
+        ("mistral", "[TOOL_CALLS] [1, 2]"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("pythonic", "[1, 2, 3] are numbers"),
+        ("pythonic", "[a link](http://x)"),
+        ("pythonic", "[delete(all=1)]"),
+        ("pythonic", "[add(1, 2)]"),
+        ("pythonic", "[add(a=__import__('os'))]"),
+        ("pythonic", "[add(a=open)]"),
+        ("pythonic", "[add(a=" + "(" * 2000 + ")" * 2000 + ")]"),
+        ("pythonic", "[add(a=1"),
+        ("pythonic", ""),
+    ],
+)
+def test_text_that_is_no_call_comes_out_unchanged(name, text):
+    for size in (1, 3, 10**6):
+        content, calls = put_together(stream(PARSERS[name](NAMES), cut(text, size)))
+        assert calls == []
+        assert content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call>', "{}"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1, "b": "x', '{"a": 1, "b": "x'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, "id": 7}</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "null"),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"a": "</tool_call>"}'),
+    ],
+)
+def test_arguments_are_sent_as_written(text, arguments):
+    for size in (1, 4, 10**6):
+        events = stream(PARSERS["hermes"](), cut(text, size))
+        assert put_together(events) == ("", [ToolCall("f", arguments)])
+
+
+def test_content_before_and_after_calls():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert parse(PARSERS["hermes"](), f"a b\n\n{call}\n c \n{call}\n") == (
+        "a b\n c",
+        [ToolCall("f", "{}")] * 2,
+    )
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(sorted(PARSERS)),
+    parts=st.lists(
+        st.sampled_from([*ANSWERS.values(), *FRAGMENTS]),
+        max_size=8,
+    ),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
+def test_pieces_never_matter(name, parts, cuts):
+    text, pieces, at = "".join(parts), [], 0
+    while at < len(text):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append(text[at : at + size])
+        at += size
+    expected = parse(PARSERS[name](NAMES), text)
+    assert put_together(stream(PARSERS[name](NAMES), pieces)) == expected
+    if not expected[1]:
+        assert expected[0] == text
+
+
+def test_the_parser_that_fits_a_template(shared):
+    expected = {
+        "gguf_qwen2.5-coder-0.5b-instruct": "hermes",
+        "hf_qwen3": "hermes",
+        "qwen3": "hermes",
+        "vllm_tool_chat_template_hermes": "hermes",
+        "vllm_tool_chat_template_llama3.1_json": "llama3_json",
+        "vllm_tool_chat_template_llama3.2_json": "llama3_json",
+        "vllm_tool_chat_template_llama4_pythonic": "pythonic",
+        "vllm_tool_chat_template_gemma3_pythonic": "pythonic",
+        "vllm_tool_chat_template_mistral3": "mistral",
+    }
+    for file in sorted((shared / "chat_templates").glob("*.jinja")):
+        name = expected.get(file.stem)
+        assert find_parser(None, file.read_text("utf-8")) is PARSERS.get(name), file.name
+
+
+def test_parsers_by_name():
+    assert find_parser("mistral", None).needs_special
+    assert find_parser(None, None) is None
+    with pytest.raises(ValueError, match="hermes"):
+        find_parser("unknown", None)
+
+
+# ---- reasoning
+
+
+def split(pieces, **options):
+    splitter, reasoning, content = ReasoningSplitter(**options), "", ""
+    for thought, text in [*map(splitter.push, pieces), splitter.finish()]:
+        reasoning, content = reasoning + thought, content + text
+    return reasoning, content
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 10**6])
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "content"),
+    [
+        ("<think>\nwhy\n\nso\n</think>\n\nYes.\n", False, "why\n\nso", "Yes.\n"),
+        ("why\n</think>\nYes </think> no", True, "why", "Yes </think> no"),
+        ("\n <think>a</think>b", False, "a", "b"),
+        ("No marks, 1 < 2 <thi", False, "", "No marks, 1 < 2 <thi"),
+        ("I <think> so</think>", False, "", "I <think> so</think>"),
+        ("<think>cut </thi", False, "cut </thi", ""),
+        ("<think>cut \n", False, "cut", ""),
+        ("<think></think>x", False, "", "x"),
+        ("<th", False, "", "<th"),
+        ("  ", False, "", "  "),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning_is_split_out(text, opened, reasoning, content, size):
+    assert split(cut(text, size), opened=opened) == (reasoning, content)
+
+
+@settings(deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(["<think>", "</think>", "<", "a", " ", "\n"]), max_size=10),
+    size=st.integers(1, 5),
+    opened=st.booleans(),
+)
+def test_reasoning_pieces_never_matter(parts, size, opened):
+    text = "".join(parts)
+    assert split(cut(text, size), opened=opened) == split([text], opened=opened)
+
+
+def test_prompts_that_end_inside_reasoning():
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
