@@ -1,0 +1,239 @@
+"""The simulator against queues that can be worked out by hand, and against itself."""
+
+import gc
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.sim.cost_model import CostModel, features
+from jaxserve.sim.report import Histogram
+from jaxserve.sim.simulator import VOCAB_SIZE, Simulation, Targets, run
+from jaxserve.sim.workload import (
+    Arrival,
+    merge,
+    owned_by,
+    poisson,
+    read_trace,
+    repeated,
+    skewed,
+    sped_up,
+    workload,
+)
+
+SECOND_A_STEP = CostModel((1.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def limits_of(**changes):
+    settings = dict(
+        num_slots=4,
+        num_pages=2000,
+        page_size=16,
+        token_budget=64,
+        max_model_len=4096,
+        vocab_size=VOCAB_SIZE,
+        prefix_caching=False,
+        max_queued=100_000,
+    )
+    return Limits(**{**settings, **changes})
+
+
+def serve(arrivals, limits=None, cost=SECOND_A_STEP, pipelined=False, **config):
+    scheduler = Scheduler(limits or limits_of(), SchedulerConfig(**config))
+    return Simulation(scheduler, cost.seconds, pipelined=pipelined).run(arrivals)
+
+
+def test_one_request_by_hand():
+    """100 tokens in chunks of 64 and 36, then four more tokens: six steps of a second."""
+    report = serve([Arrival(10.0, 100, 5)])
+    everyone = report.group("all")
+    assert report.steps == 6 and report.seconds == pytest.approx(6.0)
+    assert everyone.ttft.quantile(0.5) == pytest.approx(2.0, rel=0.01)
+    assert everyone.e2e.quantile(0.5) == pytest.approx(6.0, rel=0.01)
+    assert everyone.itl.mean == pytest.approx(1.0) and len(everyone.itl) == 4
+    assert report.busy_seconds == pytest.approx(6.0)
+
+
+def test_pipelining_hides_the_host_but_keeps_order():
+    """A step begins when the one before ends, so an arrival is seen one step later."""
+    plain = serve([Arrival(0.0, 10, 5), Arrival(2.5, 10, 5)])
+    overlapped = serve([Arrival(0.0, 10, 5), Arrival(2.5, 10, 5)], pipelined=True)
+    assert plain.group("all").ttft.quantile(0.9) == pytest.approx(1.5, rel=0.02)
+    assert overlapped.group("all").ttft.quantile(0.9) == pytest.approx(2.5, rel=0.02)
+    assert plain.group("all").output_tokens == overlapped.group("all").output_tokens == 10
+
+
+def test_a_full_batch_makes_the_next_wait():
+    report = serve([Arrival(0.0, 4, 3)] * 8)
+    assert report.group("all").ttft.quantile(0.2) == pytest.approx(1.0, rel=0.01)
+    assert report.group("all").ttft.quantile(0.9) == pytest.approx(4.0, rel=0.01)
+    assert report.summary()["slot_occupancy"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_idle_time_passes_at_once():
+    report = serve([Arrival(0.0, 4, 2), Arrival(1000.0, 4, 2)])
+    assert report.steps == 4 and report.seconds == pytest.approx(1002.0)
+    assert report.summary()["utilisation"] == pytest.approx(4 / 1002)
+
+
+def test_same_inputs_same_report():
+    arrivals = list(poisson(2.0, 60, prompt=60, output=8, seed=3))
+    first, second = (serve(arrivals, pipelined=True).summary() for _ in range(2))
+    assert json.dumps(first) == json.dumps(second)
+
+
+def test_policies_differ_where_they_should():
+    """vtc keeps the light tenant's wait short under a flood; fcfs does not."""
+    light = {}
+    for policy in ("fcfs", "vtc"):
+        few = poisson(0.1, 8, prompt=20, output=4, seed=1)
+        many = poisson(4.0, 200, prompt=40, output=6, seed=2)
+        both = merge(owned_by("light", few), owned_by("heavy", many))
+        report = serve(both, policy=policy)
+        light[policy] = report.group("light").ttft.quantile(0.5)
+        assert len(report.group("light").e2e) == 8
+    assert light["vtc"] < light["fcfs"] / 3
+
+
+def test_static_batching_is_slower_on_skewed_work():
+    arrivals = list(skewed())
+    seconds = {
+        batching: serve(arrivals, limits_of(num_slots=16, batching=batching)).seconds
+        for batching in ("static", "continuous")
+    }
+    assert seconds["static"] > 1.5 * seconds["continuous"]
+
+
+def test_shared_blocks_hit_the_prefix_cache():
+    arrivals = [Arrival(float(i), 1500, 2, blocks=(1, 2, 10 + i)) for i in range(0, 400, 100)]
+    report = serve(arrivals, limits_of(prefix_caching=True))
+    assert report.hit_tokens == 3 * 1024 and report.query_tokens == 4 * 1500
+
+
+def test_goodput_counts_requests_within_their_targets():
+    scheduler = Scheduler(limits_of(num_slots=1))
+    simulation = Simulation(
+        scheduler, SECOND_A_STEP.seconds, pipelined=False, targets=Targets(ttft_s=3.5, itl_s=2.0)
+    )
+    report = simulation.run([Arrival(0.0, 4, 3)] * 4)  # first tokens after 1, 4, 7, 10 s
+    assert report.group("all").summary()["goodput"] == 0.25
+
+
+def test_refused_requests_are_counted_not_served():
+    report = serve([Arrival(0.0, 5000, 3), Arrival(0.0, 5, 3)])
+    assert report.refusals == 1 and len(report.group("all").e2e) == 1
+
+
+@given(st.lists(st.floats(2e-4, 1e4), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
+def test_histogram_quantiles_are_right_to_a_bucket(values, share):
+    histogram = Histogram()
+    histogram.add(np.array(values[: len(values) // 2]))
+    for value in values[len(values) // 2 :]:
+        histogram.add_one(value)
+    exact = float(np.quantile(values, share, method="inverted_cdf"))
+    assert histogram.quantile(share) == pytest.approx(exact, rel=0.013)
+    assert len(histogram) == len(values)
+    assert histogram.mean == pytest.approx(np.mean(values))
+
+
+def test_features_of_a_mixed_step():
+    """Two decoding rows at 10 and 20 tokens, a chunk of 5 after 3: pairs count the chunk alone."""
+    parts = features(np.array([9, 19, 3]), np.array([1, 1, 5]))
+    assert parts.tolist() == [1, 7, 3, 10 + 20 + 8, 5 * 8]
+
+
+def test_fit_ignores_pauses_and_never_goes_below_zero():
+    draw = np.random.default_rng(0)
+    counts = draw.integers(1, 200, 300)
+    parts = np.array([features(np.array([5]), np.array([count])) for count in counts])
+    seconds = 0.01 + 1e-4 * counts
+    seconds[::37] *= 50  # the machine paused
+    model = CostModel.fit(parts, seconds)
+    assert min(model.price) >= 0
+    predicted = parts @ np.array(model.price)
+    np.testing.assert_allclose(predicted, 0.01 + 1e-4 * counts, rtol=0.02)
+
+
+def test_generators_keep_their_rate_and_order():
+    arrivals = list(poisson(5.0, 20_000, prompt=100, output=20, spread=0.5, tenants=3))
+    times = np.array([a.time for a in arrivals])
+    assert (np.diff(times) >= 0).all() and len(arrivals) == 20_000
+    assert len(times) / times[-1] == pytest.approx(5.0, rel=0.03)
+    assert np.median([a.prompt for a in arrivals]) == pytest.approx(100, rel=0.03)
+    assert {a.tenant for a in arrivals} == {"t0", "t1", "t2"}
+    fast = list(sped_up(iter(arrivals[:10]), 2.0))
+    assert fast[9].time == pytest.approx(arrivals[9].time / 2)
+    both = list(merge(owned_by("x", iter(arrivals[:50])), owned_by("y", iter(fast))))
+    assert len(both) == 60 and [a.time for a in both] == sorted(a.time for a in both)
+    twice = list(repeated(lambda: iter(arrivals[:3]), 2, 1000.0))
+    assert twice[3].time == pytest.approx(arrivals[0].time + 1000.0)
+
+
+def test_skewed_workload_is_as_described():
+    arrivals = list(skewed())
+    prompts, outputs = [a.prompt for a in arrivals], [a.output for a in arrivals]
+    assert len(arrivals) == 64 and {a.time for a in arrivals} == {0.0}
+    assert min(prompts) >= 16 and max(prompts) <= 512
+    assert min(outputs) >= 8 and max(outputs) <= 256 and np.median(outputs) < 40
+
+
+def test_reads_traces(tmp_path):
+    (tmp_path / "azure_llm_2023_conv.csv").write_text(
+        "arrival_s,input_tokens,output_tokens\n0.0,374,44\n4.5,396,0\n"
+    )
+    (tmp_path / "mooncake_synthetic.jsonl").write_text(
+        '{"arrival_s":1.5,"input_tokens":700,"output_tokens":5,"hash_ids":[3,9]}\n'
+    )
+    azure = list(workload("azure_conv", traces=tmp_path, rate=1, count=1))
+    assert azure == [Arrival(0.0, 374, 44), Arrival(4.5, 396, 1)]
+    (mooncake,) = read_trace("mooncake_synthetic", tmp_path)
+    ids = mooncake.prompt_ids(VOCAB_SIZE)
+    assert ids == (3,) * 512 + (9,) * 188
+    with pytest.raises(ValueError, match="say where with --traces"):
+        list(read_trace("burstgpt", tmp_path))
+    with pytest.raises(ValueError, match="choose one of azure_conv"):
+        workload("nothing", traces=tmp_path, rate=1, count=1)
+
+
+def test_the_shared_traces(shared):
+    """Means as their README gives them."""
+    azure = list(read_trace("azure_conv", shared / "traces"))
+    assert len(azure) == 19_366
+    assert np.mean([a.prompt for a in azure]) == pytest.approx(1155, abs=1)
+    assert np.mean([a.output for a in azure]) == pytest.approx(211, abs=1)
+    sessions = {a.tenant for a in read_trace("burstgpt", shared / "traces")}
+    assert len(sessions) == 53 + ("" in sessions)
+
+
+def test_the_verb_prints_a_table_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = []
+    reports = run(
+        workload_name="two_tenants",
+        policies=["fcfs", "vtc"],
+        rate=2.0,
+        count=22,
+        plot=str(tmp_path / "plot.png"),
+        out=lines.append,
+    )
+    assert [report.policy for report in reports] == ["fcfs", "vtc"]
+    text = "\n".join(lines)
+    assert "ttft p50" in text and "heavy" in text and "light" in text
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_does_not_grow_with_requests():
+    """After 1,000 requests as many objects are alive as after 100, with everything still held."""
+    alive = {}
+    for count in (100, 100, 1000):  # the first run fills caches
+        simulation = Simulation(Scheduler(limits_of()), SECOND_A_STEP.seconds)
+        simulation.run(poisson(0.5, count, prompt=20, output=2, spread=0.1))
+        gc.collect()
+        alive[count] = len(gc.get_objects())
+    assert alive[1000] <= alive[100] + 100
+    assert len(simulation.report.group("all").e2e) == 1000
