@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.engine import pack
 from jaxserve.engine.state import DeviceState, StepOutputs, init_state, row_settings, set_row
 from jaxserve.engine.step import StepSpec, device_step
+from jaxserve.engine.wire import Wire
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.types import PromptScores, SamplingParams, StepResult
@@ -56,12 +57,22 @@ class RunnerShape:
         return (*sizes, largest) if largest > 1 else (1,)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One bucket's compiled step, and how its inputs travel."""
+
+    wire: Wire
+    compiled: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True)
 class Pending:
-    """A dispatched step; its outputs are on their way to the host."""
+    """A dispatched step; what of its outputs the host will read is on its way."""
 
     plan: StepPlan
-    outputs: StepOutputs
+    token_S: jax.Array
+    logprobs: tuple[jax.Array, ...] | None  # of the chosen and the best tokens, by row
+    prompt_logprobs: tuple[jax.Array, ...] | None  # of the prompt's tokens, by token
 
 
 class _CompileCounter:
@@ -92,7 +103,7 @@ class Runner:
         self.end_ids = end_ids
         self.params = params
         self.rows = pack.RowParams(shape.num_slots)
-        self.programs: dict[tuple[int, bool], jax.stages.Compiled] = {}
+        self.programs: dict[tuple[int, bool], Program] = {}
         self.compile_seconds: dict[str, float] = {}
         self.state: DeviceState | None = None
         self._set_row: jax.stages.Compiled | None = None
@@ -138,10 +149,15 @@ class Runner:
         self.compile_seconds[name] = time.monotonic() - start
 
     def _compile_step(self, bucket_T: int, sampled: bool) -> None:
-        step = functools.partial(device_step, spec=self.spec)
-        specs = _shapes((self.params, self.state, self._empty_inputs(bucket_T, sampled)))
-        jitted = jax.jit(step, donate_argnums=1)
-        self.programs[bucket_T, sampled] = jitted.lower(*specs).compile()
+        inputs = self._empty_inputs(bucket_T, sampled)
+        wire = Wire(inputs)
+
+        def step(params, state, vector):
+            return device_step(params, state, wire.unpack(vector), self.spec)
+
+        specs = _shapes((self.params, self.state, wire.pack(inputs)))
+        compiled = jax.jit(step, donate_argnums=1).lower(*specs).compile()
+        self.programs[bucket_T, sampled] = Program(wire, compiled)
 
     def _compile_set_row(self) -> None:
         row = row_settings((), SamplingParams(), (), self.shape.max_model_len, self.spec.num_tokens)
@@ -176,10 +192,25 @@ class Runner:
         bucket_T = next(t for t in self.shape.buckets if t >= plan.num_tokens)
         inputs = pack.pack(plan, self.rows, bucket_T, self.shape.num_slots, self.shape.max_pages)
         program = self.programs[bucket_T, inputs.sampling is not None]
-        self.state, outputs = program(self.params, self.state, inputs)
-        for array in jax.tree.leaves(outputs):
-            array.copy_to_host_async()
-        return Pending(plan, outputs)
+        self.state, outputs = program.compiled(self.params, self.state, program.wire.pack(inputs))
+        return self._send_back(plan, inputs.sampling, outputs)
+
+    def _send_back(self, plan: StepPlan, sampling, outputs: StepOutputs) -> Pending:
+        """Starts the copies of what some row asked for."""
+        logprobs = prompt_logprobs = None
+        if sampling is not None and sampling.any_logprobs:
+            logprobs = outputs.logprob_S, outputs.top_ids_SK, outputs.top_logprobs_SK
+        if sampling is not None and sampling.any_prompt_logprobs:
+            prompt_logprobs = (
+                outputs.prompt_logprob_T,
+                outputs.prompt_top_ids_TK,
+                outputs.prompt_top_logprobs_TK,
+            )
+        pending = Pending(plan, outputs.token_S, logprobs, prompt_logprobs)
+        if jax.default_backend() != "cpu":  # there the host reads the array where it is
+            for array in jax.tree.leaves((pending.token_S, logprobs, prompt_logprobs)):
+                array.copy_to_host_async()
+        return pending
 
     def _admit(self, slot: int, sequence) -> None:
         self.rows.admit(slot, sequence)
@@ -191,36 +222,33 @@ class Runner:
 
     def fetch(self, pending: Pending) -> StepResult:
         """Waits for a step's tokens. Row r of the result is row r of its plan."""
-        plan, out = pending.plan, pending.outputs
-        rows = plan.num_rows
-        token_S = np.asarray(out.token_S)[:rows]
-        if out.logprob_S is None:
-            return StepResult(token_S)
-        return StepResult(
-            token_S,
-            np.asarray(out.logprob_S)[:rows],
-            np.asarray(out.top_ids_SK)[:rows],
-            np.asarray(out.top_logprobs_SK)[:rows],
-            self._prompt_scores(plan, out),
-        )
+        plan = pending.plan
+        result = StepResult(np.asarray(pending.token_S)[: plan.num_rows])
+        if pending.logprobs is not None:
+            logprob_S, ids_SK, top_SK = (np.asarray(x)[: plan.num_rows] for x in pending.logprobs)
+            result = dataclasses.replace(
+                result, logprob_S=logprob_S, top_ids_SK=ids_SK, top_logprobs_SK=top_SK
+            )
+        if pending.prompt_logprobs is not None:
+            scores = _prompt_scores(plan, *map(np.asarray, pending.prompt_logprobs))
+            result = dataclasses.replace(result, prompt_scores=scores)
+        return result
 
-    def _prompt_scores(self, plan, out) -> dict[int, PromptScores]:
-        """Scores of the prompt tokens that follow each computed position, by row."""
-        found = {}
-        for row, sequence in enumerate(plan.sequences):
-            start = int(plan.start_S[row])
-            wanted = sequence.request.params.prompt_logprobs is not None and sequence.index == 0
-            first, last = plan.cu_q_len_S1[row], plan.cu_q_len_S1[row + 1]
-            count = min(int(last - first), sequence.num_prompt - 1 - start)
-            if wanted and count > 0:
-                part = slice(first, first + count)
-                found[row] = PromptScores(
-                    start + 1,
-                    np.asarray(out.prompt_logprob_T)[part],
-                    np.asarray(out.prompt_top_ids_TK)[part],
-                    np.asarray(out.prompt_top_logprobs_TK)[part],
-                )
-        return found
+
+def _prompt_scores(plan: StepPlan, logprob_T, top_ids_TK, top_logprobs_TK):
+    """{row: PromptScores} of the prompt tokens that follow each computed position."""
+    found = {}
+    for row, sequence in enumerate(plan.sequences):
+        start = int(plan.start_S[row])
+        wanted = sequence.request.params.prompt_logprobs is not None and sequence.index == 0
+        first, last = plan.cu_q_len_S1[row], plan.cu_q_len_S1[row + 1]
+        count = min(int(last - first), sequence.num_prompt - 1 - start)
+        if wanted and count > 0:
+            part = slice(first, first + count)
+            found[row] = PromptScores(
+                start + 1, logprob_T[part], top_ids_TK[part], top_logprobs_TK[part]
+            )
+    return found
 
 
 def _shapes(tree):
