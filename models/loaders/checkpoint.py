@@ -73,7 +73,7 @@ def load(
     path = sources.resolve(source, cache_dir=cache_dir, progress=progress)
     checkpoint = open_checkpoint(path)
     config = dataclasses.replace(
-        checkpoint.config, backend=backend, dtype=_activation_dtype(weight_dtype, backend)
+        checkpoint.config, backend=backend, dtype=activation_dtype(weight_dtype, backend)
     )
     specs = checkpoint.family.param_specs(config)
     try:
@@ -188,7 +188,7 @@ def halves_from_pairs(num_heads: int, head_dim: int) -> np.ndarray:
     return rows.swapaxes(1, 2).reshape(-1)
 
 
-def _activation_dtype(weight_dtype: str, backend: Backend) -> str:
+def activation_dtype(weight_dtype: str, backend: Backend) -> str:
     """Activations are bfloat16 where the hardware multiplies it; on CPU float32 is faster too."""
     accelerator = backend.attention in ("tpu", "gpu")
     return "bfloat16" if accelerator and weight_dtype in ("auto", "bfloat16") else "float32"
