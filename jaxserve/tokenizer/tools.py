@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
+import operator
 from collections.abc import Callable, Collection, Generator
 from typing import ClassVar
 
@@ -53,9 +55,9 @@ class ToolParser:
     def __init__(self, names: Collection[str] = ()):
         self.num_calls = 0
         self._names = frozenset(names)
-        self._events: list[str | CallDelta] = []
+        self._events: list[tuple[int | None, str | None, str]] = []  # call or None, name, text
         self._seen: list[str] = []  # read, and content unless it turns out to be a call
-        self._gap = ""  # white space that is content if more content follows
+        self._gap: list[str] = []  # white space that is content if more content follows
         self._machine = self._read()
         next(self._machine)
 
@@ -69,12 +71,18 @@ class ToolParser:
         """Events at the end of the text: what was held back is content now."""
         self._machine.send(END)
         if self._gap and not self.num_calls:
-            self._events.append(self._gap)
+            self._events.append((None, None, "".join(self._gap)))
         return self._take()
 
     def _take(self) -> list[str | CallDelta]:
+        """The events so far; neighbours that belong to the same thing become one."""
         events, self._events = self._events, []
-        return events
+        taken: list[str | CallDelta] = []
+        for index, group in itertools.groupby(events, operator.itemgetter(0)):
+            _, names, texts = zip(*group)
+            text = "".join(texts)
+            taken.append(text if index is None else CallDelta(index, names[0], text))
+        return taken
 
     def _read(self) -> Generator[None, str, None]:
         """Reads the whole answer, and goes on reading after END."""
@@ -83,25 +91,20 @@ class ToolParser:
     # ---- events
 
     def _content(self, text: str) -> None:
-        text = self._gap + text
         body = text.rstrip(SPACES)
-        self._gap = text[len(body) :]
-        if body and self._events and isinstance(self._events[-1], str):
-            self._events[-1] += body
-        elif body:
-            self._events.append(body)
+        if body:
+            self._events.append((None, None, "".join(self._gap) + body))
+            self._gap.clear()
+        if len(body) < len(text):
+            self._gap.append(text[len(body) :])
 
     def _begin(self, name: str) -> None:
-        self._gap = ""
-        self._events.append(CallDelta(self.num_calls, name))
+        self._gap.clear()
+        self._events.append((self.num_calls, name, ""))
         self.num_calls += 1
 
     def _arguments(self, text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, CallDelta):
-            last.arguments += text
-        else:
-            self._events.append(CallDelta(self.num_calls - 1, arguments=text))
+        self._events.append((self.num_calls - 1, None, text))
 
     def _give_back(self) -> None:
         """What was read since the last call was no call: it is content."""
