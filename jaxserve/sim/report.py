@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -30,7 +31,8 @@ class Histogram:
 
     def add_one(self, seconds: float) -> None:
         self.total += seconds
-        self.counts[int(_bucket(np.array([seconds]))[0])] += 1
+        decades = math.log10(max(seconds, _LOWEST_S) / _LOWEST_S)
+        self.counts[min(int(decades * _STEPS_PER_DECADE), _NUM_BUCKETS - 1)] += 1
 
     def quantile(self, share: float) -> float:
         """Seconds below which this share lies, right to half a bucket. nan when empty."""
