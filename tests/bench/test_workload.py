@@ -62,7 +62,7 @@ def test_prefix_is_shared_and_ends_differ():
 def test_sessions_grow_turn_by_turn():
     items = made("sessions", num_requests=8, input_len=32, output_len=16).items
     assert len(items) == 8 and items[0].after is None and items[4].after is None
-    for before, after in itertools.pairwise(items):
+    for before, after in itertools.pairwise(items[:4]):
         assert after.after == before.id
         assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
         assert len(after.prompt_ids) == len(before.prompt_ids) + 32
