@@ -19,9 +19,9 @@ import orjson
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
+from jaxserve.types import EngineFailed
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-NOT_TODAY = (429, 503)  # the queue is full: the line is tried again
 
 
 def run(
@@ -34,12 +34,12 @@ def run(
 ) -> int:
     """Runs every line of source that target lacks; the number of lines that failed.
 
-    in_flight: lines at once; default: what the engine's queue takes. progress(done, total) is called
-    after each line. Raises ValueError for lines that are not requests, before anything runs.
+    in_flight: lines at once; default: what the engine's queue takes. progress(done, total) is
+    called after each line. Raises ValueError for lines that are not requests, before anything runs,
+    and EngineFailed when the engine has ended; what is in target then stays.
     """
-    return asyncio.run(
-        _run(pathlib.Path(source), pathlib.Path(target), engine, in_flight, progress)
-    )
+    source, target = pathlib.Path(source), pathlib.Path(target)
+    return asyncio.run(_run(source, target, engine, in_flight, progress))
 
 
 async def _run(source, target, engine, in_flight, progress) -> int:
@@ -62,9 +62,12 @@ async def _run(source, target, engine, in_flight, progress) -> int:
             done += 1
             progress(done, len(lines))
 
-        async with asyncio.TaskGroup() as group:
-            for line in lines:
-                group.create_task(one(line))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for line in lines:
+                    group.create_task(one(line))
+        except* EngineFailed as errors:
+            raise errors.exceptions[0] from None
     return failed
 
 
@@ -114,7 +117,9 @@ async def answer(app, line: dict) -> dict:
     pause_s = 0.05
     while True:
         status, request_id, body = await call(app, line["url"], orjson.dumps(line["body"]))
-        if status not in NOT_TODAY:
+        if status == 503:
+            raise EngineFailed(orjson.loads(body)["error"]["message"])
+        if status != 429:
             break
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, 5.0)

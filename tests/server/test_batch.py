@@ -6,6 +6,7 @@ import pytest
 from fake_engine import BOS, FakeEngine, text_of
 
 from jaxserve.server import batch
+from jaxserve.types import EngineFailed
 
 
 def line(i, **body):
@@ -67,6 +68,18 @@ def test_a_full_queue_is_waited_for(tmp_path):
 
     engine.stats = busy_at_first
     assert batch.run(source, target, engine) == 0
+
+
+def test_an_engine_that_has_ended_ends_the_run_and_keeps_what_is_done(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, [line(0), line(1)])
+    engine = FakeEngine()
+    batch.run(source, target, engine)
+    write(source, [line(0), line(1), line(2)])
+    engine.state = "dead"
+    with pytest.raises(EngineFailed, match="dead"):
+        batch.run(source, target, engine)
+    assert len(read(target)) == 2
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_message_events_in_order(running):
     "change",
     [{"max_tokens": None}, {"tools": [{"name": "f"}]}, {"temperature": 1.5}, {"messages": []},
      {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"unheard": 1}, {"system": 5},
+     {"messages": [*HI, {"role": "assistant", "content": "I"}]},
      {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}],
 )  # fmt: skip
 def test_bad_messages_are_refused_in_anthropics_shape(client, change):
