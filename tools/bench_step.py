@@ -133,7 +133,7 @@ def by_kind(spent: dict[str, float], programs) -> dict[str, float]:
     """Operations grouped by the native function they call; XLA's own are `xla`."""
     targets = {}
     for program in programs:
-        targets.update(_TARGET.findall(program.as_text()))
+        targets.update(_TARGET.findall(program.compiled.as_text()))
     kinds = collections.Counter()
     for name, ms in spent.items():
         kinds[targets.get(name, "xla").removeprefix("jaxserve_")] += ms

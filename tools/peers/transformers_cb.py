@@ -5,11 +5,22 @@ Says {"ready": version}; then, for each line of requests, a line of figures.
 """
 
 import json
+import pathlib
 import sys
 import time
 
 import torch
 import transformers
+
+
+def load(folder: str, dtype, device: str):
+    """The folder's model; of a folder that holds a config alone, one with random weights."""
+    kind = transformers.AutoModelForCausalLM
+    if any(pathlib.Path(folder).glob("*.safetensors")):
+        return kind.from_pretrained(folder, dtype=dtype).to(device)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device(device):
+        return kind.from_config(config, dtype=dtype)
 
 
 def run(model, requests: list[dict]) -> dict:
@@ -39,10 +50,7 @@ def run(model, requests: list[dict]) -> dict:
 def main():
     device, dtype = (sys.argv[3:] + ["cpu", "float32"][len(sys.argv) - 3 :])[:2]
     torch.set_num_threads(int(sys.argv[2]))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        sys.argv[1], dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    )
-    model = model.to(device).eval()
+    model = load(sys.argv[1], getattr(torch, dtype), device).eval()
     print(json.dumps({"ready": transformers.__version__}), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(model, json.loads(line))), flush=True)
