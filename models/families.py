@@ -2,7 +2,8 @@
 
 A family's module exports read_config, param_specs, forward and logits, the names its tensors have
 in safetensors and GGUF files (HF_NAMES, GGUF_NAMES), and how those files store them
-(GGUF_ARCHITECTURES, GGUF_PERMUTED, NORM_OFFSET).
+(GGUF_ARCHITECTURES, GGUF_PERMUTED, NORM_OFFSET, and HF_FUSED and GGUF_FUSED where one tensor holds
+several parameters).
 """
 
 from __future__ import annotations

@@ -191,11 +191,9 @@ def activate(x: jax.Array, name: str) -> jax.Array:
 def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Array, Any]:
     """Grouped-query attention over the paged cache -> (output [T, D], kv_pages)."""
     config = layer.config
-    heads = lambda name, count: layer.linear(x_TD, name).reshape(-1, count, config.head_dim)
-    q_THE = heads("q", config.num_heads)
-    k_TJE, v_TJE = heads("k", config.num_kv_heads), heads("v", config.num_kv_heads)
-    if config.qk_norm:
-        q_THE, k_TJE = layer.norm(q_THE, "q_norm"), layer.norm(k_TJE, "k_norm")
+    q_THE = _heads(layer, x_TD, "q", config.num_heads)
+    k_TJE = _heads(layer, x_TD, "k", config.num_kv_heads)
+    v_TJE = _heads(layer, x_TD, "v", config.num_kv_heads)
     if layer.spec.rope is not None:
         q_THE, k_TJE = rotate(q_THE, layer.cos_sin), rotate(k_TJE, layer.cos_sin)
     out_THE, kv_pages = attend(
@@ -210,6 +208,18 @@ def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Arra
     )
     out_TD = layer.linear(out_THE.reshape(x_TD.shape[0], -1), "o")
     return out_TD, kv_pages
+
+
+def _heads(layer: Layer, x_TD: jax.Array, name: str, count: int) -> jax.Array:
+    """[T, count, E]: a projection cut into heads, normalised over a head or over all of them as the
+    shape of its norm says, where it has one."""
+    y_TF, norm = layer.linear(x_TD, name), f"{name}_norm"
+    heads = lambda y: y.reshape(-1, count, layer.config.head_dim)
+    if norm not in layer:
+        return heads(y_TF)
+    if layer.vector(norm).shape == y_TF.shape[1:]:
+        return heads(layer.norm(y_TF, norm))
+    return layer.norm(heads(y_TF), norm)
 
 
 def gated_mlp(layer: Layer, x_TD: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.models import families, sources
 from jaxserve.models.config import Backend, ConfigKeys, ModelConfig, text_config
 from jaxserve.models.loaders import end_tokens
-from jaxserve.models.loaders.fill import Progress, fill, match
+from jaxserve.models.loaders.fill import Progress, fill, match, split_fused
 from jaxserve.models.loaders.gguf_config import gguf_config
 from jaxserve.models.loaders.gguf_file import read_gguf
 from jaxserve.models.loaders.safetensors_file import read_folder, read_json
@@ -35,6 +35,7 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, Any]
     names: Mapping[str, str]  # parameter -> tensor
+    fused: Mapping[str, tuple[str, ...]]  # tensor -> the parameters it holds
     eos_ids: frozenset[int]
     is_gguf: bool
 
@@ -76,8 +77,9 @@ def load(
         checkpoint.config, backend=backend, dtype=activation_dtype(weight_dtype, backend)
     )
     specs = checkpoint.family.param_specs(config)
+    tensors = split_fused(specs, checkpoint.names, checkpoint.fused, checkpoint.tensors)
     try:
-        found = match(specs, checkpoint.names, checkpoint.tensors, config.tied)
+        found = match(specs, checkpoint.names, tensors, config.tied)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     params, forms = fill(
@@ -113,7 +115,8 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     tensors = _text_tensors(_read_tensors(path))
-    return Checkpoint(path, family, config, tensors, family.HF_NAMES, eos_ids, is_gguf=False)
+    fused = getattr(family, "HF_FUSED", {})
+    return Checkpoint(path, family, config, tensors, family.HF_NAMES, fused, eos_ids, is_gguf=False)
 
 
 def _read_tensors(folder: pathlib.Path) -> Mapping[str, Any]:
@@ -143,7 +146,8 @@ def _open_gguf(path: pathlib.Path) -> Checkpoint:
         eos_ids = end_tokens.gguf_eos_ids(gguf.metadata)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return Checkpoint(path, family, config, gguf.tensors, family.GGUF_NAMES, eos_ids, is_gguf=True)
+    names, fused = family.GGUF_NAMES, getattr(family, "GGUF_FUSED", {})
+    return Checkpoint(path, family, config, gguf.tensors, names, fused, eos_ids, is_gguf=True)
 
 
 def _text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:

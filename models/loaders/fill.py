@@ -31,6 +31,32 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 MAX_REPORTED = 40
 
 
+def split_fused(
+    specs: Mapping[str, Any],
+    names: Mapping[str, str],
+    fused: Mapping[str, tuple[str, ...]],
+    tensors: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Tensors that hold several parameters, one below the other, cut into one for each.
+
+    fused: tensor name -> its parameters in order. A tensor of another height stays whole, for
+    `match` to report.
+    """
+    found = dict(tensors)
+    for index, layer in enumerate(specs["layers"]):
+        for template, parts in fused.items():
+            tensor = tensors.get(template.format(index))
+            heights = [layer[part].shape[0] for part in parts]
+            if tensor is None or tensor.shape[:1] != (sum(heights),):
+                continue
+            del found[template.format(index)]
+            start = 0
+            for part, height in zip(parts, heights):
+                found[names[part].format(index)] = tensor.rows(start, start + height)
+                start += height
+    return found
+
+
 def match(
     specs: Mapping[str, Any], names: Mapping[str, str], tensors: Mapping[str, Any], tied: bool
 ) -> dict[Path, Any]:

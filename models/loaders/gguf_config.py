@@ -39,12 +39,15 @@ ROPE = (
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.finetuned",
 )  # fmt: skip
+# Gemma scales scores by 1 / sqrt(head size), but for the model of so many layers, which takes the
+# hidden size over the heads. The metadata does not say so.
+GEMMA_SCALED_BY_WIDTH = {"gemma2": (46,), "gemma3": (62,)}
 HARMLESS = ("vocab_size", "attention.value_length", "attention.causal", *ROPE)
 
 
 def gguf_config(gguf: GgufFile, model_type: str) -> dict[str, Any]:
     """The config of a GGUF file, for the family that reads model_type."""
-    prefix = f"{gguf.metadata['general.architecture']}."
+    prefix = f"{_architecture(gguf)}."
     given = {
         key.removeprefix(prefix): value
         for key, value in gguf.metadata.items()
@@ -60,6 +63,7 @@ def gguf_config(gguf: GgufFile, model_type: str) -> dict[str, Any]:
     if "token_embd.weight" not in gguf.tensors:
         raise ValueError(f"{gguf.path}: no token_embd.weight: not a language model?")
     config = {name: _plain(given[key]) for key, name in SAME.items() if key in given}
+    _fill_in(gguf, config)
     if given.get("attention.value_length", config.get("head_dim")) != config.get("head_dim"):
         raise ValueError(f"{gguf.path}: keys and values of different lengths are not supported")
     config |= {
@@ -70,6 +74,24 @@ def gguf_config(gguf: GgufFile, model_type: str) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
     }
     return config | _rope(gguf, given, config)
+
+
+def _fill_in(gguf: GgufFile, config: dict[str, Any]) -> None:
+    """What GGUF leaves out follows from the rest, never from a family's own defaults."""
+    for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "rms_norm_eps"):
+        if name not in config:
+            raise ValueError(f"{gguf.path}: the GGUF metadata lacks {name}")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config.setdefault("head_dim", width)
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if config["num_hidden_layers"] in GEMMA_SCALED_BY_WIDTH.get(_architecture(gguf), ()):
+        config["query_pre_attn_scalar"] = width
+    elif _architecture(gguf) in GEMMA_SCALED_BY_WIDTH:
+        config["query_pre_attn_scalar"] = config["head_dim"]
+
+
+def _architecture(gguf: GgufFile) -> str:
+    return gguf.metadata["general.architecture"]
 
 
 def _truthy(value: Any) -> bool:
@@ -106,11 +128,10 @@ def _rope(gguf: GgufFile, given: dict[str, Any], config: dict[str, Any]) -> dict
         divisors = gguf.tensors[ROPE_DIVISORS].float32().tolist()
         rope = {"rope_type": "divisors", "divisors": tuple(divisors)}
     settings: dict[str, Any] = {"rope_parameters": rope}
-    if "rope.freq_base" in given:
-        settings["rope_theta"] = float(given["rope.freq_base"])
+    settings["rope_theta"] = float(given.get("rope.freq_base", 10000.0))
     if "rope.freq_base_swa" in given:
         settings["rope_local_base_freq"] = float(given["rope.freq_base_swa"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if given.get("rope.dimension_count", head_dim) != head_dim:
-        settings["partial_rotary_factor"] = given["rope.dimension_count"] / head_dim
+    turning = given.get("rope.dimension_count", config["head_dim"])
+    if turning != config["head_dim"]:
+        settings["partial_rotary_factor"] = turning / config["head_dim"]
     return settings

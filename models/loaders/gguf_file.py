@@ -90,6 +90,11 @@ class GgufTensor:
             return self.float32()
         return self.data.view(PLAIN_TYPES[self.type_name]).reshape(self.shape)
 
+    def rows(self, start: int, stop: int) -> GgufTensor:
+        """The tensor of some of the rows; blocks never cross them."""
+        part = self.data[start:stop]
+        return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]), data=part)
+
     def sample(self) -> bytes:
         """The first and the last bytes: enough to tell one training from another."""
         flat = self.data.reshape(-1)

@@ -34,6 +34,7 @@ class OrbaxTensor:
     folder: pathlib.Path
     keys: tuple[str, ...]
     identity: bytes
+    part: slice = slice(None)  # of its rows
 
     def array(self) -> np.ndarray:
         """The values, read at every call. ValueError naming the array if they are gone."""
@@ -51,7 +52,13 @@ class OrbaxTensor:
             ) from error
         for key in self.keys:
             restored = restored[key]
-        return restored
+        return restored[self.part]
+
+    def rows(self, start: int, stop: int) -> OrbaxTensor:
+        """The tensor of some of the rows."""
+        shape = (stop - start, *self.shape[1:])
+        nbytes = self.nbytes // self.shape[0] * shape[0]
+        return dataclasses.replace(self, shape=shape, nbytes=nbytes, part=slice(start, stop))
 
     def sample(self) -> bytes:
         """Bytes that tell this checkpoint from others."""

@@ -47,6 +47,10 @@ class SafeTensor:
     def array(self) -> np.ndarray:
         return self.data
 
+    def rows(self, start: int, stop: int) -> SafeTensor:
+        """The tensor of some of the rows."""
+        return dataclasses.replace(self, data=self.data[start:stop])
+
     def sample(self) -> bytes:
         """The first and the last bytes: enough to tell one training from another."""
         flat = self.data.reshape(-1).view(np.uint8)

@@ -43,7 +43,9 @@ def test_shapes_alone_match_a_loaded_tree():
 
 def test_logical_axes_are_split_where_the_mesh_divides_them():
     mesh = jax.sharding.AbstractMesh((4,), ("model",))
-    split = lambda shape, axes, **options: partition(ParamSpec(shape, axes), mesh, **options).spec
+    split = lambda shape, axes, **options: tuple(
+        partition(ParamSpec(shape, axes), mesh, **options).spec
+    )
     assert split((64, 32), ("heads", None)) == ("model", None)
     assert split((32, 64), (None, "ffn")) == (None, "model")
     assert split((62, 32), ("vocab", None)) == (None, None)

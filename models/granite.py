@@ -1,0 +1,48 @@
+"""Granite: llama whose embeddings, scores, residuals and logits each have a factor of their own."""
+
+from __future__ import annotations
+
+from jaxserve.models import layers
+from jaxserve.models.config import ConfigKeys, ModelConfig, base_config
+
+HF_NAMES = layers.HF_NAMES
+GGUF_NAMES = layers.GGUF_NAMES
+GGUF_ARCHITECTURES = ("granite",)
+GGUF_PERMUTED = True  # its converter treats it as a llama
+NORM_OFFSET = 0.0
+
+DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def read_config(keys: ConfigKeys) -> ModelConfig:
+    attention_bias = keys.take_bool("attention_bias", False)
+    return base_config(
+        keys,
+        model_type="granite",
+        defaults=DEFAULTS,
+        attention_scale=keys.take_number("attention_multiplier", 1.0),
+        embed_scale=keys.take_number("embedding_multiplier", 1.0),
+        residual_scale=keys.take_number("residual_multiplier", 1.0),
+        logit_scale=1.0 / keys.take_number("logits_scaling", 1.0),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=keys.take_bool("mlp_bias", False),
+    )
+
+
+def param_specs(config: ModelConfig) -> dict:
+    return layers.decoder_specs(config, layers.pre_norm_specs)
+
+
+def forward(params, config, token_ids_T, positions_T, kv_pages, attend):
+    """-> (hidden_TD, kv_pages); attend is the engine's closure over the attention op."""
+    return layers.decoder_forward(
+        params, config, token_ids_T, positions_T, kv_pages, attend, layers.pre_norm_block
+    )
+
+
+logits = layers.decoder_logits
