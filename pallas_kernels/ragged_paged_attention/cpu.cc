@@ -100,22 +100,35 @@ JAXSERVE_INLINE Lanes LoadLanes(const float* at) {
 JAXSERVE_INLINE void StoreLanes(float* at, const Lanes& v) { std::memcpy(at, &v, sizeof(v)); }
 
 JAXSERVE_INLINE Lanes Fill(float value) { return Lanes{} + value; }
-JAXSERVE_INLINE Lanes Max(const Lanes& a, const Lanes& b) { return a > b ? a : b; }
 
-JAXSERVE_INLINE float MaxOf(const Lanes& v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = std::max(best, v[i]);
-  return best;
+// Comparisons of vectors wider than the build's baseline compile to one branch a lane, so choices are
+// made with signs and masks instead.
+JAXSERVE_INLINE IntLanes Negative(const Lanes& x) { return reinterpret_cast<IntLanes>(x) >> 31; }
+JAXSERVE_INLINE Lanes Select(const IntLanes& mask, const Lanes& yes, const Lanes& no) {
+  return reinterpret_cast<Lanes>((reinterpret_cast<IntLanes>(yes) & mask) |
+                                 (reinterpret_cast<IntLanes>(no) & ~mask));
+}
+JAXSERVE_INLINE Lanes Max(const Lanes& a, const Lanes& b) { return Select(Negative(a - b), b, a); }
+
+// The lanes with the upper and lower `h` of every 2 h exchanged.
+template <int h>
+JAXSERVE_INLINE Lanes Exchange(const Lanes& v) {
+  return __builtin_shufflevector(v, v, 0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, 8 ^ h,
+                                 9 ^ h, 10 ^ h, 11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h);
 }
 
-// The lanes' sum, by halves.
-JAXSERVE_INLINE float SumOf(const Lanes& v) {
-  float part[kLanes];
-  std::memcpy(part, &v, sizeof(part));
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  }
-  return part[0];
+JAXSERVE_INLINE float MaxOf(Lanes v) {
+  v = Max(v, Exchange<8>(v));
+  v = Max(v, Exchange<4>(v));
+  v = Max(v, Exchange<2>(v));
+  return Max(v, Exchange<1>(v))[0];
+}
+
+JAXSERVE_INLINE float SumOf(Lanes v) {
+  v += Exchange<8>(v);
+  v += Exchange<4>(v);
+  v += Exchange<2>(v);
+  return (v + Exchange<1>(v))[0];
 }
 
 // e^x = power * (1 + rest), for x in [-87, 88]: x = n ln 2 + r with |r| <= ln(2) / 2, power = 2^n and
@@ -141,15 +154,16 @@ JAXSERVE_INLINE Power PowerOf(const Lanes& x) {
 
 // e^x for x up to 88: exactly 1 at 0, and 0 below -87 (also for kNone).
 JAXSERVE_INLINE Lanes Exp(const Lanes& x) {
-  Power e = PowerOf(x < -87.0f ? Fill(-87.0f) : x);
-  return x < -87.0f ? Fill(0.0f) : e.power * (e.rest + 1.0f);
+  IntLanes tiny = Negative(x + 87.0f);
+  Power e = PowerOf(Select(tiny, Fill(-87.0f), x));
+  return Select(tiny, Fill(0.0f), e.power * (e.rest + 1.0f));
 }
 
 // cap * tanh(score / cap), as m / (m + 2) with m = e^(2 score / cap) - 1, which is precise near 0.
 JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
   Lanes x = score * (2.0f / cap);
-  x = x > 40.0f ? Fill(40.0f) : x < -40.0f ? Fill(-40.0f) : x;
-  Power e = PowerOf(x);
+  x = Max(x, Fill(-40.0f));
+  Power e = PowerOf(-Max(-x, Fill(-40.0f)));
   Lanes m = e.power * e.rest + (e.power - 1.0f);
   return cap * m / (m + 2.0f);
 }
@@ -392,10 +406,10 @@ JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     IntLanes key = lane + v * kLanes;
-    seen[v] = (key >= static_cast<int32_t>(low)) & (key < static_cast<int32_t>(high));
+    seen[v] = ~((key - static_cast<int32_t>(low)) | (static_cast<int32_t>(high - 1) - key)) >> 31;
     Lanes raw = LoadLanes(scores + v * kLanes);
     if (soft_cap > 0) raw = SoftCap(raw, soft_cap);
-    score[v] = seen[v] ? raw : Fill(kNone);
+    score[v] = Select(seen[v], raw, Fill(kNone));
     best = Max(best, score[v]);
   }
   float top = std::max(state.max[m], MaxOf(best));
@@ -403,9 +417,9 @@ JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     Lanes weight = Exp(score[v] - top);
-    weight = seen[v] ? weight : Fill(0.0f);
+    weight = Select(seen[v], weight, Fill(0.0f));
     StoreLanes(scores + v * kLanes, weight);
-    total += weight;
+    total += weight + (score[v] - score[v]);  // a score that is no number makes the sum none
   }
   float keep = Exp(Fill(state.max[m] - top))[0];
   state.max[m] = top;
