@@ -337,15 +337,26 @@ struct Workspace {
   }
 };
 
+// Pages are scattered: the processor cannot guess the next one.
+template <typename KV>
+JAXSERVE_INLINE void Prefetch(const Call<KV>& call, int64_t slot) {
+  constexpr int64_t kLine = 64 / sizeof(KV);
+  const KV* k = call.pages + slot * call.E;
+  for (int64_t e = 0; e < call.E; e += kLine) {
+    __builtin_prefetch(k + e);
+    __builtin_prefetch(k + call.K * call.E + e);
+  }
+}
+
 // Brings keys [low, high) of the block at `base` to floats: K turned, V as it is. Slots outside may
-// belong to anybody, or to nobody: they are read as zeros.
+// belong to anybody, or to nobody: they are read as zeros. Keys up to position `end` come next.
 template <typename KV>
 struct LoadOp {
   using Signature = void(const Call<KV>& call, int64_t s, int64_t j, int64_t base, int64_t low,
-                         int64_t high, const Workspace& work);
+                         int64_t high, int64_t end, const Workspace& work);
   template <Isa kIsa>
   static JAXSERVE_INLINE void Run(const Call<KV>& call, int64_t s, int64_t j, int64_t base,
-                                  int64_t low, int64_t high, const Workspace& work) {
+                                  int64_t low, int64_t high, int64_t end, const Workspace& work) {
     int64_t depth = call.depth();
     for (int64_t first = low / kLanes * kLanes; first < high; first += kLanes) {
       const KV* at[kLanes];
@@ -354,6 +365,7 @@ struct LoadOp {
         int64_t key = first + i;
         at[i] = nullptr;
         if (key < low || key >= high) continue;
+        if (base + key + kBlock < end) Prefetch(call, call.Slot(s, j, base + key + kBlock));
         int64_t slot = call.Slot(s, j, base + key);
         at[i] = call.pages + slot * call.E;
         if (call.scales != nullptr) {
@@ -500,7 +512,7 @@ void AttendSegment(const Call<KV>& call, const Kernels<KV>& kernels, const Tile&
     int64_t from = std::max<int64_t>(low - base, 0);
     int64_t to = std::min<int64_t>(high - base, kBlock);
     if (from >= to) continue;
-    kernels.load(call, tile.s, tile.j, base, from, to, work);
+    kernels.load(call, tile.s, tile.j, base, from, to, high, work);
     int64_t first = from / kLanes;  // vectors of scores that hold a key
     kernels.product(M, CeilDiv(to, kLanes) - first, work.q, depth, work.keys + first * kLanes,
                     kBlock, work.scores + first * kLanes, kBlock, depth, false);
