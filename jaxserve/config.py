@@ -157,11 +157,17 @@ class ServerConfig:
     allowed_origins: str = setting(
         "", "Web origins whose pages may read answers, comma separated; * for all."
     )
+    tool_parser: str = setting(
+        "auto",
+        "Format of the model's tool calls. auto: the one that its chat template shows.",
+        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic"),
+    )
     client_timeout_s: float = setting(
         60.0, "Longest silence of a client that sends a request or reads an answer."
     )
 
     def validate(self) -> None:
+        _check_choices(self)
         _check_at_least(
             self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0,
             client_timeout_s=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,7 @@ from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
 from jaxserve.server.protocol import ChatRequest
 from jaxserve.server.service import Service, service_of
+from jaxserve.server.speech import Call, Part, Reply, Speech, Style, Thought, checked_functions
 from jaxserve.types import OutputDelta
 
 router = APIRouter()
@@ -29,9 +31,12 @@ async def chat_completions(request: Request):
     body = await service.parse(request, ChatRequest)
     service.check_model(body.model)
     params = service.open_for(body.params())
-    prompts = [await encode_chat(service, body)]
-    work = work_of(request, "chatcmpl-", prompts, params, body)
-    answer = Answer(service, body, work)
+    functions = [] if body.tool_choice == "none" else checked_functions(body.tools)
+    prompt = await encode_chat(service, body, functions)
+    style = service.style_of(prompt, functions, single=body.parallel_tool_calls is False)
+    if style.needs_special:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    answer = Answer(service, body, work_of(request, "chatcmpl-", [prompt], params, body), style)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id)
     return json_response(await run_while_connected(request, answer.whole()))
@@ -40,10 +45,11 @@ async def chat_completions(request: Request):
 class Answer:
     """Shapes one request's choices as OpenAI's chat.completion objects."""
 
-    def __init__(self, service: Service, body: ChatRequest, work: Work):
+    def __init__(self, service: Service, body: ChatRequest, work: Work, style: Style):
         self._service = service
         self._body = body
         self._work = work
+        self._style = style
 
     def _envelope(self, kind: str) -> dict:
         return {
@@ -58,7 +64,7 @@ class Answer:
         choices, tally = await collect(self._service, self._work)
         answer = {
             **self._envelope("chat.completion"),
-            "choices": [self._choice(choice) for choice in choices],
+            "choices": [await self._choice(choice) for choice in choices],
             "usage": tally.usage(),
         }
         if self._body.prompt_logprobs is not None:
@@ -67,13 +73,20 @@ class Answer:
             )
         return answer
 
-    def _choice(self, choice: Choice) -> dict:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+    async def _choice(self, choice: Choice) -> dict:
+        text = "".join(choice.text)
+        reply = await self._service.in_thread(Reply.of, self._style, text)
+        message = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = [_whole_call(call) for call in reply.calls]
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs) if self._body.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _reason(choice.finish_reason, len(reply.calls)),
             "stop_reason": choice.stop_reason,
         }
 
@@ -86,37 +99,60 @@ class Answer:
         usage = {"usage": None} if self._body.include_usage else {}
         writer = sse.ChunkWriter(self._envelope("chat.completion.chunk"), **usage)
         tally = Tally(self._work.num_prompt_tokens)
-        started: set[int] = set()
+        speeches: dict[int, Speech] = {}
         async with contextlib.aclosing(run(self._service, self._work)) as news:
             async for batch in news:
                 chunks = []
                 for prompt_index, delta in batch:
                     tally.add(prompt_index, delta)
-                    if delta.index not in started:
-                        started.add(delta.index)
+                    if delta.index not in speeches:
+                        speeches[delta.index] = self._style.speech()
                         opening = {"role": "assistant", "content": "", "refusal": None}
                         chunks.append(writer.choice(_chunk(delta.index, opening)))
-                    chunks += map(writer.choice, self._chunks(delta))
+                    chunks += map(writer.choice, self._chunks(delta, speeches[delta.index]))
                 if chunks:
                     yield b"".join(chunks)
         if self._body.include_usage:
             yield writer.last(tally.usage())
         yield sse.DONE
 
-    def _chunks(self, delta: OutputDelta) -> list[dict]:
-        """The delta's text as a chunk, then its end as another."""
-        chunks = []
-        scored = self._body.logprobs and delta.logprobs
-        if delta.text or scored:
-            logprobs = self._logprobs(delta.logprobs) if scored else None
-            chunks.append(_chunk(delta.index, {"content": delta.text}, logprobs))
-        if delta.finish_reason is not None:
-            end = _chunk(delta.index, {}, None, finish_name(delta.finish_reason))
+    def _chunks(self, delta: OutputDelta, speech: Speech) -> list[dict]:
+        """The parts of the delta's text, a chunk each, and its end as another."""
+        ended = delta.finish_reason is not None
+        parts = speech.push(delta.text) if delta.text else []
+        parts += speech.finish() if ended else []
+        chunks = [_chunk(delta.index, _delta(part)) for part in parts]
+        if self._body.logprobs and delta.logprobs:
+            chunks = chunks or [_chunk(delta.index, {"content": ""})]
+            chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
+        if ended:
+            reason = _reason(finish_name(delta.finish_reason), speech.num_calls)
+            end = _chunk(delta.index, {}) | {"finish_reason": reason}
             chunks.append(end | {"stop_reason": delta.stop_reason})
         return chunks
 
 
-def _chunk(
-    index: int, delta: dict, logprobs: dict | None = None, reason: str | None = None
-) -> dict:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+def _reason(reason: str, num_calls: int) -> str:
+    """A stop after calls is a stop for calls; one by a limit stays what it is."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
+
+
+def _whole_call(call: Call) -> dict:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _delta(part: Part) -> dict:
+    match part:
+        case Thought(text):
+            return {"reasoning_content": text}
+        case Call(id=None):
+            call = {"index": part.index, "function": {"arguments": part.arguments}}
+            return {"tool_calls": [call]}
+        case Call():
+            return {"tool_calls": [{"index": part.index, **_whole_call(part)}]}
+    return {"content": part}
+
+
+def _chunk(index: int, delta: dict) -> dict:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

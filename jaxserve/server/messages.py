@@ -10,8 +10,13 @@ from jaxserve.tokenizer.chat import RESERVED
 MAX_MESSAGES = 4096
 
 
-async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
-    """Prompt ids of the conversation; raises ApiError for what the template or context refuses."""
+async def encode_chat(
+    service: Service, body: ChatRequest | TokenizeRequest, functions: list[dict] = ()
+) -> list[int]:
+    """Prompt ids of the conversation; raises ApiError for what the template or context refuses.
+
+    functions: the tools' function objects, checked.
+    """
     messages = checked(body.messages)
     service.check_chars(sum(map(_characters, body.messages)), "messages")
     arguments = dict(body.chat_template_kwargs or {})
@@ -22,16 +27,18 @@ async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
     effort = getattr(body, "reasoning_effort", None)
     if effort is not None:
         arguments.setdefault("reasoning_effort", effort)
-    prompting = body.add_generation_prompt is not False
-    ids = await service.in_thread(_render, service.tokenizer, messages, prompting, arguments)
+    arguments["add_generation_prompt"] = body.add_generation_prompt is not False
+    if functions:
+        arguments["tools"] = [{"type": "function", "function": each} for each in functions]
+    ids = await service.in_thread(_render, service.tokenizer, messages, arguments)
     service.check_prompt(ids, "messages")
     return ids
 
 
-def _render(tokenizer, messages: list[dict], prompting: bool, arguments: dict) -> list[int]:
+def _render(tokenizer, messages: list[dict], arguments: dict) -> list[int]:
     """Runs the template; its own complaints (TemplateError is a ValueError) become a 400."""
     try:
-        return tokenizer.encode_chat(messages, add_generation_prompt=prompting, **arguments)
+        return tokenizer.encode_chat(messages, **arguments)
     except ValueError as error:
         raise ApiError(400, f"messages: {error}", "invalid_messages", "messages") from None
 

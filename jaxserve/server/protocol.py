@@ -217,7 +217,7 @@ class ChatRequest(Generating):
         super().check_fields()
         refuse_unless(
             self, echo=(False,), modalities=(["text"],), audio=(), web_search_options=(),
-            functions=([],), function_call=("none",), tools=([],), tool_choice=("none", "auto"),
+            functions=([],), function_call=("none",), tool_choice=("none", "auto"),
             response_format=({"type": "text"},), chat_template=(), continue_final_message=(False,),
         )  # fmt: skip
         if self.top_logprobs is not None and not self.logprobs:

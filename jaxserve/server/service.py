@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from jaxserve.config import ServerConfig
 from jaxserve.obs.metrics import Metrics
+from jaxserve.server import speech
 from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
 from jaxserve.server.limits import read_body
@@ -87,6 +88,11 @@ class Service:
         if waiting >= limit:
             message = f"{waiting} requests are waiting already (limit {limit}); try again later."
             raise ApiError(429, message, "queue_full", retry_after=1)
+
+    def style_of(self, prompt: list[int], functions: list[dict], *, single: bool) -> speech.Style:
+        """How to read the answers to a rendered prompt; raises ApiError for tools that cannot."""
+        parser = None if self.config.tool_parser == "auto" else self.config.tool_parser
+        return speech.style_of(self.tokenizer, prompt, functions, parser=parser, single=single)
 
     def timeout_s(self, asked: float | None) -> float:
         limit = self.config.request_timeout_s
