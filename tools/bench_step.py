@@ -35,6 +35,7 @@ from jaxserve.engine import start
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.types import Request, SamplingParams
 
+CHUNKED = 512  # tokens of a prompt that is prefilled in chunks
 _TARGET = re.compile(r'%?([\w.-]+) = .*custom-call\(.*custom_call_target="(\w+)"')
 _CONTAINERS = re.compile(r"while|call|conditional|ThunkExecutor|Threadpool|end: |\$")
 
@@ -68,23 +69,24 @@ def _best(run, tries: int = 8) -> float:
     return min(seconds)
 
 
-def work_of(engine, rows: int, context: int) -> tuple[float, float]:
-    """(bytes, operations) that a step of `rows` decoding rows cannot do without: every weight once,
-    every K and V of the rows once, a multiply and an add for each weight and row."""
+def work_of(engine, tokens: int, context: int, sequences: int) -> tuple[float, float]:
+    """(bytes, operations) that a step cannot do without: every weight once, every K and V of its
+    sequences once, a multiply and an add for each weight and token; the head for one a sequence."""
     config, spec = engine.model.config, engine.core.runner.shape.kv_spec
     page_bytes = attention.kv_bytes_per_page(spec, engine.model.config.backend.attention)
-    kv_bytes = page_bytes / spec.page_size * context * rows
-    weights = _count_weights(config)
+    kv_bytes = page_bytes / spec.page_size * context * sequences
+    blocks, head = _count_weights(config)
     heads = config.num_layers * config.num_heads * config.head_dim
-    return engine.model.weight_bytes + kv_bytes, 2.0 * rows * (weights + 2 * heads * context)
+    operations = 2.0 * (tokens * (blocks + 2 * heads * context) + sequences * head)
+    return engine.model.weight_bytes + kv_bytes, operations
 
 
-def _count_weights(config) -> int:
-    """Weights a token is multiplied with: the blocks' matrices and the output head."""
+def _count_weights(config) -> tuple[int, int]:
+    """Weights a token is multiplied with: of the blocks' matrices, and of the output head."""
     size, heads = config.hidden_size, config.num_heads + config.num_kv_heads
     attend = 2 * size * heads * config.head_dim
     feed = 3 * size * config.intermediate_size
-    return config.num_layers * (attend + feed) + size * config.vocab_size
+    return config.num_layers * (attend + feed), size * config.vocab_size
 
 
 def decoding(engine, rows: int, context: int):
@@ -97,6 +99,18 @@ def decoding(engine, rows: int, context: int):
         core.add(Request(f"r{number}", tuple(prompt.tolist()), params))
     while core.in_flight is None or core.in_flight.plan.num_decode < rows:
         core.step()
+    for _ in range(3):
+        core.step()
+    return core
+
+
+def prefilling(engine):
+    """A core that computes one chunk of a long prompt after the other."""
+    core = offline.fresh_core(engine, prefix_caching=False)
+    prompt = np.random.default_rng(0).integers(0, engine.core.runner.spec.num_tokens, CHUNKED)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    for number in range(64):
+        core.add(Request(f"p{number}", tuple(prompt.tolist()), params))
     for _ in range(3):
         core.step()
     return core
@@ -159,17 +173,23 @@ def main():
     table = Table(
         "rows", "step", "bytes", "ops", "step / limit", "idle", "by kind", title="ms a step"
     )
-    for rows in args.rows:
-        core = decoding(engine, rows, args.context)
+    budget = engine.config.token_budget
+    for rows in (*args.rows, 0):
+        core = decoding(engine, rows, args.context) if rows else prefilling(engine)
         ms = step_ms(core, args.steps)
         spent = profile(core, args.steps // 2)
-        size, operations = work_of(engine, rows, args.context)
+        if rows:
+            size, operations = work_of(engine, rows, args.context, rows)
+        else:
+            size, operations = work_of(engine, budget, CHUNKED // 2, 1)
         bytes_ms, ops_ms = size / machine.bandwidth * 1e3, operations / machine.flops * 1e3
         kinds = by_kind(spent, engine.core.runner.programs.values())
         shown = "\n".join(f"{k} {v:.1f}" for k, v in sorted(kinds.items(), key=lambda kv: -kv[1]))
         limit, idle = max(bytes_ms, ops_ms), max(ms - sum(kinds.values()), 0.0)
         cells = (ms, bytes_ms, ops_ms, ms / limit, idle)
-        table.add_row(str(rows), *(f"{value:.2f}" for value in cells), shown)
+        table.add_row(
+            str(rows) if rows else f"prefill {budget}", *(f"{value:.2f}" for value in cells), shown
+        )
         if args.ops:
             largest = sorted(spent.items(), key=lambda kv: -kv[1])[:12]
             console.print(rows, "rows:", ", ".join(f"{k} {v:.2f}" for k, v in largest))
