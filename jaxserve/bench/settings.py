@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from jaxserve.config import setting
 
@@ -63,6 +64,12 @@ class BenchConfig:
     def validate(self) -> None:
         if self.repeats < 1 or self.warmup < 0:
             raise ValueError("--repeats must be at least 1 and --warmup at least 0")
+        try:
+            fields = json.loads(self.extra_body)
+        except json.JSONDecodeError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ValueError(f"--extra_body={self.extra_body}: give a JSON object")
 
 
 @dataclasses.dataclass(frozen=True)

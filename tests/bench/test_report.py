@@ -81,3 +81,6 @@ def test_settings_refuse_nonsense():
         settings.WorkloadConfig(request_rate=-1.0).validate()
     with pytest.raises(ValueError, match="repeats"):
         settings.BenchConfig(repeats=0).validate()
+    for text in ("x", "[]"):
+        with pytest.raises(ValueError, match="JSON object"):
+            settings.BenchConfig(extra_body=text).validate()
