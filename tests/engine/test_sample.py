@@ -38,6 +38,8 @@ def inputs(rows, **values):
 
 
 draw = jax.jit(sample.sample)
+truncate = jax.jit(sample._truncate)
+greedy = jax.jit(sample.greedy)
 
 
 def many_draws(logits_V, count, **values):
@@ -122,9 +124,7 @@ def test_truncation_keeps_what_sorting_keeps(seed, top_k, top_p, min_p, with_tie
         logits_V = np.round(logits_V)
     expected = oracle_support(logits_V, 1.0, top_k, top_p, min_p) > 0
     below_SV = jnp.asarray((logits_V.max() - logits_V)[None])
-    kept = np.isfinite(
-        sample._truncate(below_SV, inputs(1, top_k_S=top_k, top_p_S=top_p, min_p_S=min_p))
-    )
+    kept = np.isfinite(truncate(below_SV, inputs(1, top_k_S=top_k, top_p_S=top_p, min_p_S=min_p)))
     differs = np.flatnonzero(kept[0] != expected)
     # Equal tokens on the nucleus' edge stay together; elsewhere a token may differ only when its
     # running sum meets top_p to float32 rounding, which the oracle decides in float64.
@@ -170,7 +170,7 @@ def test_keys_follow_seed_and_position_only():
 def test_padded_vocabulary_is_never_chosen():
     logits_SV = jnp.zeros((250, 96), jnp.float32).at[:, 80].set(50.0)
     masked_SV = logit_transforms.mask_padded_vocabulary(logits_SV, 32)
-    assert (np.asarray(sample.greedy(masked_SV)) == 0).all()
+    assert (np.asarray(greedy(masked_SV)) == 0).all()
     tokens = draw(masked_SV, inputs(250, seed=1), jnp.arange(250, dtype=jnp.int32))
     assert int(tokens.max()) < 32
     assert len(set(tokens.tolist())) > 20
@@ -178,7 +178,7 @@ def test_padded_vocabulary_is_never_chosen():
 
 def test_broken_logits_are_reported_not_sampled():
     logits_SV = jnp.zeros((3, 40), jnp.float32).at[1, 17].set(jnp.nan).at[2].set(-jnp.inf)
-    assert sample.greedy(logits_SV).tolist() == [0, -1, -1]
+    assert greedy(logits_SV).tolist() == [0, -1, -1]
     tokens = draw(logits_SV, inputs(3, seed=1), jnp.zeros(3, jnp.int32)).tolist()
     assert tokens[0] >= 0 and tokens[1:] == [-1, -1]
 
@@ -217,6 +217,13 @@ def test_bias_and_the_min_tokens_mask():
 
     assert shaped(False) == [3.5, 1, 1, 1, 1, -99]
     assert shaped(True) == [3.5, 1, -np.inf, -np.inf, 1, -99]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 255, 256, 257, 1000]))
+def test_greedy_is_the_first_maximum(seed, vocab_size):
+    logits_SV = np.random.default_rng(seed).integers(-3, 3, (4, vocab_size)).astype(np.float32)
+    assert greedy(jnp.asarray(logits_SV)).tolist() == logits_SV.argmax(1).tolist()
 
 
 def test_logprobs_of_the_chosen_and_the_best():
