@@ -15,13 +15,11 @@ given number of packed tokens T, "cpu" for all T.
 
 from __future__ import annotations
 
-import importlib
-
 import flax.struct
 import jax
 
+from .. import dispatch
 from .kv import (
-    LAYOUTS,
     KVPages,
     KVSpec,
     init_kv_pages,
@@ -61,11 +59,7 @@ class RaggedBatch:
 
 def choose_backend(platform: str) -> str:
     """The fastest backend for a jax platform name: "cpu", "gpu" or "cuda", "tpu"."""
-    if platform == "tpu":
-        return "tpu"
-    if platform in ("gpu", "cuda"):
-        return "gpu"
-    return "cpu" if platform == "cpu" and _native_available() else "reference"
+    return dispatch.choose(platform, __package__)
 
 
 def ragged_paged_attention(
@@ -102,7 +96,9 @@ def ragged_paged_attention(
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no cap")
     if sinks is not None and sinks.shape != (H,):
         raise ValueError(f"sinks {sinks.shape}: must be one per query head, {(H,)}")
-    return _implementation(backend)(
+    module = dispatch.module(__package__, backend)
+    run = module.interpreted if backend == "interpret" else module.ragged_paged_attention
+    return run(
         q_THE,
         k_TJE,
         v_TJE,
@@ -114,20 +110,3 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
         sinks=sinks,
     )
-
-
-def _implementation(backend):
-    """The backend's function; modules load on first use, so nobody needs another machine's."""
-    if backend not in LAYOUTS:
-        raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(LAYOUTS)}")
-    if backend == "interpret":
-        return importlib.import_module(".tpu", __package__).interpreted
-    return importlib.import_module(f".{backend}", __package__).ragged_paged_attention
-
-
-def _native_available() -> bool:
-    try:
-        native = importlib.import_module(".cpu", __package__)
-    except ModuleNotFoundError:
-        return False
-    return native.available()

@@ -1,8 +1,8 @@
 """Ragged paged attention on GPU (Hopper first), a Pallas kernel through Triton.
 
-One body, launched twice. A program is one tile of queries (a few tokens of one row), one KV head and
-one split of the row's KV. Decode rows are tiles of one token whose KV range is cut into splits of
-fixed length, so that a few long rows still fill the chip; XLA joins the partial softmaxes (as in
+One body, launched twice. A program is one tile of queries (a few tokens of one row), one KV head
+and one split of the row's KV. Decode rows are tiles of one token whose KV range is cut into splits
+of fixed length, so that a few long rows still fill the chip; XLA joins the partial softmaxes (as in
 FlashDecoding). The other rows go in tiles of many tokens and one split. The step's K and V are
 written by an XLA scatter first: on GPU it runs in place, one thread a number.
 """
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from .kv import KVPages
 from .reference import write
 from .tables import mixed_tiles
 
@@ -130,7 +129,7 @@ def _join(parts, end_i, split, sink):
 
 def _launch(plan, *, tables, splits, q, sink, layer, kv_pages, batch, interpret):
     """-> [out [T, J, group, E]], or partial (values, maxima, sums) by tile and split."""
-    T, J, group, E = q.shape
+    _, J, group, E = q.shape
     tiles = tables[0].shape[0]
     if plan.split_tokens is None:
         out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]

@@ -13,9 +13,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from .. import dispatch
+
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
 INT8_MAX = 127.0
-LAYOUTS = ("tpu", "gpu", "cpu", "reference", "interpret")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,7 @@ class KVPages:
 
 def kv_page_shape(spec: KVSpec, num_pages: int, backend: str) -> tuple[int, ...]:
     """Shape of `KVPages.data` for `backend`."""
-    if backend not in LAYOUTS:
-        raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(LAYOUTS)}")
+    dispatch.check(backend)
     L, J, K, E = spec.num_layers, spec.num_kv_heads, spec.page_size, spec.head_dim
     if backend in ("tpu", "interpret"):
         return (L, num_pages, K, tpu_lanes(J, E))

@@ -10,22 +10,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from . import tpu_sizes
 from .kv import KVPages, quantise
 from .reference import token_places
-from .tpu_body import LANES, LOG2_E, NEGATIVE, Plan, call
 from .tables import decode_tiles, mixed_tiles
+from .tpu_body import LANES, LOG2_E, NEGATIVE, Plan, call
 
 SUBLANES = 8
-BLOCK_TOKENS = 512
-TILE_TOKENS = 32
-VMEM_BYTES = 64 * 2**20
 
 
 def ragged_paged_attention(
     q_THE, k_TJE, v_TJE, kv_pages, batch, *, layer, scale, window=None, soft_cap=None, sinks=None,
-    interpret=False, block_tokens=BLOCK_TOKENS, tile_tokens=TILE_TOKENS,
+    interpret=False, block_tokens=None, tile_tokens=None, decode_only=False,
 ):  # fmt: skip
-    """See api.ragged_paged_attention. kv_pages.data: [L, G, K, W], K and V heads side by side."""
+    """See api.ragged_paged_attention. kv_pages.data: [L, G, K, W], K and V heads side by side.
+
+    block_tokens and tile_tokens override what tpu_sizes chooses. decode_only: the caller knows that
+    every row is a decode row, and the other kernel is left out.
+    """
     T = q_THE.shape[0]
     rows = min(batch.kv_len_S.shape[0], T)
     K, W = kv_pages.data.shape[2:]
@@ -52,11 +54,17 @@ def ragged_paged_attention(
         block_tokens=block_tokens,
     )  # fmt: skip
     token_T = jnp.arange(T, dtype=jnp.int32)
+    if tile_tokens is None:
+        (_, H, E), J = q_THE.shape, k_TJE.shape[1]
+        tile_tokens = tpu_sizes.tile_tokens(choose_set(H, J, E, 2) * (H // J))
 
     tiles = decode_tiles(batch, rows, group, K)
     out_itHE, pages = run_tiles(q_THE[:rows, None], kv_pages.data, tiles, **common)
     out_THE = jnp.pad(out_itHE[:, 0], ((0, T - rows), (0, 0), (0, 0)))
     out_THE = jnp.where((token_T < batch.num_decode)[:, None, None], out_THE, 0)
+
+    if decode_only:
+        return out_THE, KVPages(pages, scales)
 
     def mixed(out_THE, pages):
         tiles, tokens_it, tile_T, place_T = mixed_tiles(batch, T, tile_tokens, group, K)
@@ -85,11 +93,15 @@ def run_tiles(
     heads = choose_set(H, J, E, tiles.tokens)
     k_lanes, v_lanes, lanes, k_offset, v_offset = set_windows(J, E, heads)
     exact = jnp.float32 in (q_itHE.dtype, pages.dtype)
-    block_pages = max(1, block_tokens // K)
+    set_rows = heads * (H // J)
+    block_pages, vmem_bytes = tpu_sizes.choose(
+        block_tokens, pages, rows=t * set_rows, sets=len(k_lanes), lanes=lanes, tile_tokens=t,
+        key=f"{H}/{J}/{E} page {K} {pages.dtype.name} {'decode' if t == 1 else 'mixed'}",
+    )  # fmt: skip
     P = batch.page_table_SP.shape[1]
     spare = -P % block_pages
     page_table = jnp.pad(batch.page_table_SP, ((0, 0), (0, spare)))
-    set_rows = heads * (H // J)
+    tpu_sizes.check_scalars(page_table, tiles)
     plan = Plan(
         page_size=K,
         pages_per_row=P + spare,
@@ -135,7 +147,7 @@ def run_tiles(
     )
     out, pages = call(
         plan, arguments, num_tiles=tiles.counts[0], out_dtype=q.dtype, sinks=sinks is not None,
-        interpret=interpret, vmem_bytes=VMEM_BYTES,
+        interpret=interpret, vmem_bytes=vmem_bytes,
     )  # fmt: skip
     return gather_values(out, t, heads, v_offset, E), pages
 

@@ -1,0 +1,203 @@
+"""Cost of ragged paged attention: measured on the device at hand, or read from a TPU's schedule.
+
+    python tools/bench_attention.py                          time here: batches x shapes
+    python tools/bench_attention.py --topology=v6e           bundles per KV token, no TPU needed
+    python tools/bench_attention.py --topology=v5e --shapes=smollm2,gpt-oss-20b --page_sizes=16
+
+The second form compiles the decode kernel for 64 rows and counts the final bundles of its steady
+loop, one KV block with its DMAs: a bundle is a cycle at best. Beside it stands what HBM allows: a
+kernel whose bundles stay under the cycles that its bytes take is bound by memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+import schedule
+
+# HBM bytes a second (published) and clock (Hz, from published matrix rates) of one core; 7x has two.
+CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9), "7x": (3685e9, 1.9e9)}
+ROWS, MAX_LEN = 64, 8192
+
+
+def bundles(topology, names, page_sizes, kv_dtype, block_tokens):
+    """Prints one line for each shape and page size."""
+    import deviceless
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
+        target = deviceless.describe(topology)
+        bytes_s, clock = CHIPS.get(topology, (None, None))
+        print(
+            f"{'shape':22s}{'page':>5s}{'block':>6s}{'bundles/token':>15s}{'HBM cycles':>12s}  ops"
+        )
+        for name in names:
+            for page_size in page_sizes:
+                for file in pathlib.Path(folder).iterdir():
+                    file.unlink()
+                block = compile_decode(target, name, page_size, kv_dtype, block_tokens)
+                (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
+                loop = schedule.decode_loop(loops)
+                per_token = loop.bundles / block
+                need = token_bytes(name, kv_dtype) / bytes_s * clock if bytes_s else float("nan")
+                ops = " ".join(f"{unit} {count}" for unit, count in loop.ops.items())
+                line = f"{name:22s}{page_size:5d}{block:6d}{per_token:15.2f}{need:12.2f}  {ops}"
+                print(line, flush=True)
+
+
+def token_bytes(name, kv_dtype):
+    import jax.numpy as jnp
+
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    shape = next(s for s in shapes.SHAPES if s.name == name)
+    return 2 * shape.J * shape.E * jnp.dtype(kv_dtype).itemsize
+
+
+def compile_decode(target, name, page_size, kv_dtype, block_tokens):
+    """Compiles the decode kernel for the target; -> tokens of its KV block."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes, tpu, tpu_sizes
+
+    shape = next(s for s in shapes.SHAPES if s.name == name)
+    array = lambda dims, dtype=jnp.int32: jax.ShapeDtypeStruct(dims, dtype)
+    bf16 = lambda heads: array((ROWS, heads, shape.E), jnp.bfloat16)
+    batch = api.RaggedBatch(
+        array((ROWS, MAX_LEN // page_size)),
+        array((ROWS,)),
+        array((ROWS + 1,)),
+        array((1,)),
+        array((1,)),
+    )
+    spec = api.KVSpec(2, shape.J, shape.E, page_size, kv_dtype)
+    chosen = []
+    choose = tpu_sizes.choose
+
+    def spy(*args, **options):
+        result = choose(*args, **options)
+        chosen.append(result[0] * page_size)
+        return result
+
+    def step(q, k, v, kv_pages, batch, layer, sinks):
+        return tpu.ragged_paged_attention(
+            q, k, v, kv_pages, batch,
+            layer=layer, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
+            sinks=sinks, block_tokens=block_tokens, decode_only=True,
+        )  # fmt: skip
+
+    tpu_sizes.choose = spy
+    try:
+        target.compile(
+            step,
+            bf16(shape.H),
+            bf16(shape.J),
+            bf16(shape.J),
+            api.kv_page_specs(spec, 512, "tpu"),
+            batch,
+            array(()),
+            array((shape.H,), jnp.float32) if shape.sinks else None,
+            donate=3,
+        )
+    finally:
+        tpu_sizes.choose = choose
+    return chosen[0]
+
+
+def timed(names, page_size, kv_dtype, backend):
+    """Prints milliseconds and KV bandwidth of each batch on this machine's device."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes
+
+    platform = jax.default_backend()
+    backend = backend or api.choose_backend(platform)
+    dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    batches = [b.scaled(8) if platform == "cpu" else b for b in shapes.BATCHES if b.rows]
+    print(f"{jax.devices()[0].device_kind}, backend {backend}, KV {kv_dtype}, page {page_size}")
+    print(f"{'shape':22s}{'batch':18s}{'ms':>10s}{'KV GB/s':>10s}")
+    for shape in (s for s in shapes.SHAPES if s.name in names):
+        for rows in batches:
+            seconds = time_one(shape, rows, page_size, dtype, kv_dtype, backend)
+            read = sum(
+                n if shape.window is None else min(n, shape.window + q) for q, n in rows.rows
+            )
+            rate = read * token_bytes(shape.name, kv_dtype) / seconds / 1e9
+            print(f"{shape.name:22s}{rows.name:18s}{seconds * 1e3:10.3f}{rate:10.1f}", flush=True)
+
+
+def time_one(shape, rows, page_size, dtype, kv_dtype, backend, repeats=20):
+    """Median seconds of one call, its cache donated from call to call."""
+    import functools
+    import statistics
+
+    import jax
+
+    from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes
+
+    case = shapes.make_case(shape, rows, page_size=page_size)
+    q, k, v, pages, batch, sinks = shapes.place(case, backend, dtype, kv_dtype)
+    call = jax.jit(
+        functools.partial(
+            api.ragged_paged_attention,
+            layer=0, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
+            backend=backend,
+        ),
+        donate_argnums=3,
+    )  # fmt: skip
+    spent = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        out, pages = call(q, k, v, pages, batch, sinks=sinks)
+        jax.block_until_ready(out)
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent[2:])
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--topology", help="v5e, v6e or 7x: read the schedule instead of timing")
+    parser.add_argument("--shapes", help="comma-separated names of shapes.py; default: all")
+    parser.add_argument("--page_sizes", default="16,128")
+    parser.add_argument("--kv_dtype", default=None, help="default: bfloat16, on CPU float32")
+    parser.add_argument("--block_tokens", type=int, default=None)
+    parser.add_argument("--backend", default=None)
+    args = parser.parse_args(argv)
+    import deviceless
+
+    pages = [int(size) for size in args.page_sizes.split(",")]
+    try:
+        if args.topology:
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        names = args.shapes.split(",") if args.shapes else all_shapes()
+        if args.topology:
+            kv_dtype = args.kv_dtype or "bfloat16"
+            bundles(args.topology, names, pages, kv_dtype, args.block_tokens)
+        else:
+            import jax
+
+            default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+            timed(names, pages[0], args.kv_dtype or default, args.backend)
+    except (deviceless.Missing, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def all_shapes():
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    return [shape.name for shape in shapes.SHAPES]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Compiles attention, or a whole engine step, for a chip that is not here.
+
+    python tools/deviceless.py compile --topology=v6e:2x2 --op=ragged_paged_attention
+    python tools/deviceless.py compile --topology=h200 --shape=smollm2 --kv_dtype=int8
+    python tools/deviceless.py compile --topology=v5e:2x2 --step --config=llama-3.1-8b-v6e
+
+Prints what the program takes in memory and, for TPU kernels, the loops of the final schedule.
+Needs `pip install -e ".[tpu]"` for TPUs, `pip install -e ".[cuda-deviceless]"` for GPUs; no
+driver and no chip. Topologies: v5e:2x2, v6e:2x2, tpu7x:2x2x1 (7x), h200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+import tomllib
+import types
+
+import schedule
+
+ALIASES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+SHORT_LOOP = 30  # bundles; shorter ones are waits
+TOOLS = pathlib.Path(__file__).resolve().parent
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block_optin: 232448 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+class Missing(Exception):
+    """Something to install or to choose differently; the message is all a user needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A described chip: where arguments would live, and how to compile for it."""
+
+    backend: str  # of the attention op
+    sharding: object
+    context: object  # an abstract mesh to lower under, or None
+    options: dict
+
+    def spec(self, tree):
+        """Arrays or ShapeDtypeStructs -> ShapeDtypeStructs on the target."""
+        import jax
+
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding)
+        return jax.tree.map(place, tree)
+
+    def compile(self, function, *arguments, donate):
+        import jax
+
+        with self.context() if self.context else contextlib.nullcontext():
+            lowered = jax.jit(function, donate_argnums=donate).lower(*map(self.spec, arguments))
+            return lowered.compile(compiler_options=self.options)
+
+
+def describe(topology: str) -> Target:
+    """The target of a topology name. Raises Missing where its compiler is not installed."""
+    topology = ALIASES.get(topology, topology)
+    gpu = topology in ("h200", "cuda")
+    package, extra = ("jax_cuda13_plugin", "cuda-deviceless") if gpu else ("libtpu", "tpu")
+    if importlib.util.find_spec(package) is None:
+        raise Missing(f'{package} is not installed: pip install -e ".[{extra}]"')
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+    if gpu:
+        from jax._src import xla_bridge
+
+        xla_bridge.backends()  # registers the CUDA compiler, GPU or no GPU
+        find = functools.partial(
+            topologies.get_topology_desc,
+            platform="cuda", topology_name="", topology="1 x 1 x 1", target_config=H200,
+        )  # fmt: skip
+    else:
+        find = functools.partial(
+            topologies.get_topology_desc, platform="tpu", topology_name=topology
+        )
+    try:
+        devices = find().devices
+    except Exception as error:  # the plugins raise several kinds, with the reason in the text
+        raise Missing(f"{topology}: {str(error).splitlines()[0]}") from error
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("model",)), PartitionSpec())
+    if gpu:
+        return Target("gpu", sharding, None, {"xla_gpu_autotune_level": 0})
+    chip = AbstractDevice(device_kind=devices[0].device_kind, num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("model",), abstract_device=chip)
+    return Target("tpu", sharding, lambda: jax.sharding.use_abstract_mesh(mesh), {})
+
+
+def compile_attention(target: Target, args):
+    """-> (compiled, bytes of the cache, bytes of one layer of it)."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes
+
+    known = {shape.name: shape for shape in shapes.SHAPES}
+    if args.shape not in known:
+        raise Missing(f"--shape={args.shape}: choose one of {', '.join(known)}")
+    shape = known[args.shape]
+    dtype = jnp.dtype(args.dtype)
+    spec = api.KVSpec(4, shape.J, shape.E, args.page_size, args.kv_dtype or args.dtype)
+    rows, T, pages = args.rows, args.tokens, -(-args.max_len // args.page_size)
+    array = lambda dims, dtype=jnp.int32: jax.ShapeDtypeStruct(dims, dtype)
+    batch = api.RaggedBatch(
+        array((rows, pages)), array((rows,)), array((rows + 1,)), array((1,)), array((1,))
+    )
+    sinks = array((shape.H,), jnp.float32) if shape.sinks else None
+
+    def step(q, k, v, kv_pages, batch, layer, sinks):
+        return api.ragged_paged_attention(
+            q, k, v, kv_pages, batch,
+            layer=layer, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
+            sinks=sinks, backend=target.backend,
+        )  # fmt: skip
+
+    compiled = target.compile(
+        step,
+        array((T, shape.H, shape.E), dtype),
+        array((T, shape.J, shape.E), dtype),
+        array((T, shape.J, shape.E), dtype),
+        api.kv_page_specs(spec, args.num_pages, target.backend),
+        batch,
+        array(()),
+        sinks,
+        donate=3,
+    )
+    cache = args.num_pages * api.kv_bytes_per_page(spec, target.backend)
+    return compiled, cache, cache // spec.num_layers
+
+
+def compile_step(target: Target, args):
+    """The same for one bucket of an engine step of a preset's model, without its weights."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxserve.engine import pack
+    from jaxserve.engine.runner import Runner, RunnerShape
+    from jaxserve.engine.state import init_state
+    from jaxserve.engine.step import StepSpec, device_step
+    from jaxserve.engine.wire import Wire
+    from jaxserve.models.config import Backend
+    from jaxserve.models.loaders.checkpoint import read_config
+    from jaxserve.pallas_kernels.ragged_paged_attention import api
+
+    preset = _preset(args.config)
+    family, config = read_config(_model_config(preset["model"]))
+    stacked = Backend(attention=target.backend, linear="reference", stacked=True)
+    config = dataclasses.replace(config, backend=stacked, dtype="bfloat16")
+    shape = RunnerShape(
+        num_slots=preset.get("num_slots", 16),
+        token_budget=preset.get("token_budget", 256),
+        max_model_len=preset.get("max_model_len", 8192),
+        num_pages=args.num_pages,
+        kv_spec=config.kv_spec(args.page_size, args.kv_dtype or jnp.bfloat16),
+    )
+    pages = api.kv_page_specs(shape.kv_spec, shape.num_pages, target.backend)
+    state = jax.eval_shape(
+        lambda pages: init_state(pages, shape.num_slots, shape.max_model_len, config.vocab_size),
+        pages,
+    )
+    maker = types.SimpleNamespace(shape=shape, rows=pack.RowParams(shape.num_slots))
+    inputs = Runner._empty_inputs(maker, min(args.tokens, shape.token_budget), False)
+    wire = Wire(inputs)
+    spec = StepSpec(family, config, target.backend, config.vocab_size)
+
+    def step(params, state, vector):
+        return device_step(params, state, wire.unpack(vector), spec)
+
+    params = _abstract_params(family.param_specs(config))
+    vector = jax.ShapeDtypeStruct(wire.shape, np.int32)
+    compiled = target.compile(step, params, state, vector, donate=1)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    print(f"weights                {weights / 1e6:12,.1f} MB")
+    cache = shape.num_pages * api.kv_bytes_per_page(shape.kv_spec, target.backend)
+    return compiled, cache, cache // config.num_layers
+
+
+def _abstract_params(specs):
+    """A family's parameters as ShapeDtypeStructs: bfloat16 matrices, layers stacked."""
+    import jax
+    import jax.numpy as jnp
+
+    dtype = lambda spec: jnp.bfloat16 if spec.matrix else jnp.float32
+    one = lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype(spec))
+    params = {name: one(spec) for name, spec in specs.items() if name != "layers"}
+    L = len(specs["layers"])
+    stack = lambda spec: jax.ShapeDtypeStruct((L, *spec.shape), dtype(spec))
+    params["layers"] = {name: stack(spec) for name, spec in specs["layers"][0].items()}
+    return params
+
+
+def _preset(name):
+    folder = TOOLS.parent / "configs"
+    file = folder / f"{name}.toml"
+    if not file.is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
+        raise Missing(f"--config={name}: choose one of {known}")
+    return tomllib.loads(file.read_text())
+
+
+def _model_config(model):
+    """config.json of a preset's model: from its folder, or from the few that are kept here."""
+    folder = pathlib.Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return json.loads((folder / "config.json").read_text())
+    kept = json.loads((TOOLS / "model_configs.json").read_text())
+    if model not in kept:
+        raise Missing(f"{model}: no config.json; known by name: {', '.join(kept)}")
+    return kept[model]
+
+
+def report(compiled, cache, layer, seconds):
+    memory = compiled.memory_analysis()
+    show = lambda label, count: print(f"{label:22s} {count / 1e6:12,.1f} MB")
+    print(f"compiled in            {seconds:12.1f} s")
+    show("KV cache", cache)
+    show("one layer of it", layer)
+    show("aliased in place", memory.alias_size_in_bytes)
+    show("temporary", memory.temp_size_in_bytes)
+    show("arguments", memory.argument_size_in_bytes)
+    show("outputs", memory.output_size_in_bytes)
+    in_place = memory.alias_size_in_bytes >= cache and memory.temp_size_in_bytes < layer
+    print(f"cache updated in place {'yes' if in_place else 'NO'!s:>12s}")
+
+
+def report_schedule(folder):
+    for name, loops in schedule.kernels(folder, "ragged_paged_attention").items():
+        print(f"\n{name}: loops of the final schedule (bundles ~ cycles)")
+        for loop in (loop for loop in loops if loop.bundles >= SHORT_LOOP):
+            ops = "  ".join(f"{unit} {count}" for unit, count in loop.ops.items())
+            print(f"{'  ' * loop.depth}{loop.bundles:6d} bundles  {ops}")
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("verb", choices=["compile"])
+    parser.add_argument("--topology", default="v6e:2x2", help="v5e, v6e, 7x, h200, or a full name")
+    parser.add_argument(
+        "--op", default="ragged_paged_attention", choices=["ragged_paged_attention"]
+    )
+    parser.add_argument("--step", action="store_true", help="compile an engine step instead")
+    parser.add_argument("--config", default="llama-3.1-8b-v6e", help="preset of the step")
+    parser.add_argument("--shape", default="llama-3-8b", help="heads, by a name of shapes.py")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv_dtype", default=None, help="default: as --dtype")
+    parser.add_argument("--page_size", type=int, default=16)
+    parser.add_argument("--num_pages", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="packed tokens of the step")
+    parser.add_argument("--max_len", type=int, default=8192, help="longest row")
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
+        os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
+        try:
+            target = describe(args.topology)
+            began = time.monotonic()
+            compiled, cache, layer = (compile_step if args.step else compile_attention)(
+                target, args
+            )
+            report(compiled, cache, layer, time.monotonic() - began)
+        except (Missing, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        report_schedule(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
