@@ -161,11 +161,11 @@ def peers_of(args, out: pathlib.Path) -> Iterator[contextlib.AbstractContextMana
     if args.openvino:
         for file in args.openvino_models or [model]:
             label = f"openvino {pathlib.Path(file).stem.rsplit('.', 1)[-1]}"
-            yield worker_peer(label, args.openvino, "openvino_genai.py", file, threads)
+            yield worker_peer(label, args.openvino, "openvino_worker.py", file, threads)
     if args.vllm and args.hf_model:
-        yield worker_peer("vllm-cpu", args.vllm, "vllm_cpu.py", args.hf_model, threads)
+        yield worker_peer("vllm-cpu", args.vllm, "vllm_worker.py", args.hf_model, threads)
     if args.hf and args.hf_model:
-        yield worker_peer("transformers", args.hf, "transformers_cb.py", args.hf_model, threads)
+        yield worker_peer("transformers", args.hf, "transformers_worker.py", args.hf_model, threads)
 
 
 def workloads_of(args) -> list[Workload]:

@@ -118,7 +118,7 @@ def _rates(documents) -> Figure:
         axes.set(title=title, xlabel="requests/s", ylabel="ms", yscale="log")
         _plain_log(axes.yaxis)
         axes.grid(alpha=0.3)
-    throughput.set_ylim(bottom=0)
+    throughput.set_ylim(0, 1.1 * throughput.get_ylim()[1])
     throughput.set(title="throughput and latency", xlabel="output tokens/s", ylabel="TPOT p50, ms")
     throughput.grid(alpha=0.3)
     _legend_below(figure, throughput)

@@ -1,4 +1,4 @@
-"""vLLM on the CPU for tools/bench_peers.py: `python vllm_cpu.py MODEL_FOLDER [THREADS]`.
+"""vLLM on the CPU for tools/bench_peers.py: `python vllm_worker.py MODEL_FOLDER [THREADS]`.
 
 Says {"ready": version}; then, for each line of requests, a line of figures. Scheduler and model
 share one process: on few cores a second one spins where the model should compute.

@@ -1,5 +1,5 @@
 """transformers' continuous batching for tools/bench_peers.py and tools/bench_gpu.py:
-`python transformers_cb.py MODEL_FOLDER THREADS [DEVICE] [DTYPE]`.
+`python transformers_worker.py MODEL_FOLDER THREADS [DEVICE] [DTYPE]`.
 
 Says {"ready": version}; then, for each line of requests, a line of figures.
 """

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI for tools/bench_peers.py: `python openvino_genai.py MODEL.gguf [THREADS]`.
+"""OpenVINO GenAI for tools/bench_peers.py: `python openvino_worker.py MODEL.gguf [THREADS]`.
 
 Says {"ready": version}; then, for each line of requests, a line of figures. Prefix caching is on:
 the caller sends prompts of each run that no other run shares.
