@@ -20,7 +20,7 @@ import time
 
 import schedule
 
-# HBM bytes a second (published) and clock (Hz, from published matrix rates) of one core; 7x has two.
+# HBM bytes a second (published) and Hz (from published matrix rates) of one core; 7x has two.
 CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9), "7x": (3685e9, 1.9e9)}
 ROWS, MAX_LEN = 64, 8192
 

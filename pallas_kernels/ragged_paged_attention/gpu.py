@@ -220,9 +220,10 @@ def _attend_block(
     def load(kind):
         """-> ([B, E] of K (0) or V (1), their scales [1, B] or None); zero where nothing is."""
         at = pages_ref.at[layer, page[:, None], head, kind, slot[:, None], lane[None]]
-        codes = plgpu.load(at, mask=inside, other=0).astype(plan.compute_dtype)
         if scales_ref is None:
-            return codes, None
+            return plgpu.load(at, mask=inside, other=0).astype(plan.compute_dtype), None
+        codes = plgpu.load(at, mask=inside).astype(plan.compute_dtype)  # no zero of 8-bit floats
+        codes = jnp.where(inside, codes, 0)
         scales = plgpu.load(scales_ref.at[layer, page, head, kind, slot], mask=real, other=0)
         return codes, scales[None]
 
