@@ -46,7 +46,7 @@ def native_extension():
     jaxlib = importlib.util.find_spec("jaxlib")
     headers = pathlib.Path(jaxlib.origin).parent / "include" if jaxlib else None
     if headers is None or not (headers / "xla" / "ffi" / "api" / "ffi.h").exists():
-        print("jaxserve: no jaxlib headers, building without native CPU operations", file=sys.stderr)
+        print("jaxserve: no jaxlib headers, so no native CPU operations", file=sys.stderr)
         return []
     return [
         setuptools.Extension(
@@ -76,7 +76,7 @@ setuptools.setup(
     python_requires=">=3.11",
     packages=packages(),
     package_dir=PACKAGE_DIR,
-    package_data={"": ["*.json", "*.toml", "*.cc", "*.h"]},
+    package_data={"": ["*.json", "*.toml", "*.cc", "*.h", "*.html", "*.css", "*.js"]},
     ext_modules=native_extension(),
     install_requires=[
         "absl-py>=2.1",

@@ -20,7 +20,17 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.config import ServerConfig
 from jaxserve.obs.metrics import Metrics
-from jaxserve.server import anthropic, chat, completions, errors, openapi, responses, status, tokens
+from jaxserve.server import (
+    anthropic,
+    chat,
+    completions,
+    errors,
+    openapi,
+    pages,
+    responses,
+    status,
+    tokens,
+)
 from jaxserve.server.auth import Auth, KeyRing
 from jaxserve.server.limits import KEEP_ALIVE_S, MAX_HEADER_BYTES, Guard, GuardedProtocol
 from jaxserve.server.report import report_forever
@@ -28,7 +38,7 @@ from jaxserve.server.service import Service
 
 logger = logging.getLogger("jaxserve.server")
 
-FAMILIES = (completions, chat, responses, anthropic, tokens, status)
+FAMILIES = (completions, chat, responses, anthropic, tokens, status, pages)
 FLUSH_S = 5.0  # after the engine has drained, how long answers may take to leave
 
 

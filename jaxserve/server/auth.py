@@ -17,7 +17,7 @@ from jaxserve.server.errors import ApiError
 
 # Probes carry no data and must work for orchestrators that have no key. The page is a static file
 # that asks for the key itself. Everything else is guarded.
-OPEN_PATHS = frozenset(["/live", "/ready", "/health", "/"])
+OPEN_PATHS = frozenset(["/live", "/ready", "/health", "/", "/dashboard"])
 MAX_KEY_CHARS = 512
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 

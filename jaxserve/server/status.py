@@ -7,6 +7,7 @@ finished no step for its documented limit is stuck, and says 503 on all three.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 
 from fastapi import APIRouter, Request, Response
@@ -53,6 +54,19 @@ async def metrics(request: Request):
     """Prometheus text: jaxserve:* and, for existing dashboards, the same values as vllm:*."""
     text, kind = await service_of(request).in_thread(service_of(request).metrics.render)
     return Response(text, headers={"Content-Type": kind, "Cache-Control": "no-store"})
+
+
+@router.get("/stats")
+async def stats(request: Request):
+    """The engine's gauges and counters as JSON, for the dashboard."""
+    engine = service_of(request).engine
+    health = engine.health()
+    return json_response(
+        {
+            "health": {"status": health.state, "message": health.message},
+            "engine": dataclasses.asdict(engine.stats()),
+        }
+    )
 
 
 @router.get("/version")

@@ -91,6 +91,7 @@ class Stats:
 
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0
     slots: int = 16
     pages_free: int = 100
     pages_total: int = 100
