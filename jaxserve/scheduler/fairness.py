@@ -71,8 +71,11 @@ class ServiceLedger:
         self.service_U += self.output_weight * counts
 
     def gap(self) -> float:
-        """Largest difference of service between two tenants that wait."""
-        waiting = self.service_U[self.waiting_U > 0]
+        """Largest difference of service between two tenants that wait. Other threads may ask: the
+        columns are replaced when they grow, so each is looked at once."""
+        service_U, waiting_U = self.service_U, self.waiting_U
+        known = min(len(service_U), len(waiting_U))
+        waiting = service_U[:known][waiting_U[:known] > 0]
         return float(np.ptp(waiting)) if len(waiting) else 0.0
 
     def is_greediest(self, tenant: str) -> bool:

@@ -89,11 +89,16 @@ class Guard:
             ("page_pressure", config.guard_page_pressure, Action.SPARE_PAGES),
         )
         self.signs = [Sign(name, high, act) for name, high, act in wanted if high is not None]
-        self.actions: set[Action] = set()
+        self.actions: frozenset[Action] = frozenset()
         self.num_changes = 0
         self._static_after_s = config.guard_static_after_s
         self._two_since: float | None = None
         self._next_look = 0.0
+
+    @property
+    def in_force(self) -> tuple[str, ...]:
+        """The actions' names; other threads may ask."""
+        return tuple(sorted(action.value for action in self.actions))
 
     def is_due(self, now: float) -> bool:
         return bool(self.signs) and now >= self._next_look
@@ -110,7 +115,8 @@ class Guard:
         raised = sum(sign.raised for sign in self.signs)
         changes += self._consider_static(raised, now)
         for change in changes:
-            (self.actions.add if change.raised else self.actions.discard)(change.action)
+            moved = {change.action}
+            self.actions = self.actions | moved if change.raised else self.actions - moved
         self.num_changes += len(changes)
         return changes
 

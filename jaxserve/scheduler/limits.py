@@ -6,7 +6,9 @@ A request that can never run must not queue: it would wait for ever and everyone
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
+from jaxserve.config import EngineConfig
 from jaxserve.types import Request, RequestRefused
 
 
@@ -30,6 +32,13 @@ class Limits:
         assert self.num_slots >= 1 and self.num_pages >= 2 and self.page_size >= 1
         assert self.token_budget >= self.num_slots, "every running row needs a token a step"
         assert self.batching in ("continuous", "static")
+
+    @classmethod
+    def of_engine(cls, engine: EngineConfig, eos_ids: Iterable[int], vocab_size: int) -> Limits:
+        """Of an engine whose num_pages and max_model_len are worked out."""
+        names = {field.name for field in dataclasses.fields(cls)} - {"vocab_size", "eos_ids"}
+        shared = {name: getattr(engine, name) for name in names}
+        return cls(vocab_size=vocab_size, eos_ids=tuple(sorted(eos_ids)), **shared)
 
     @property
     def pages_per_row(self) -> int:

@@ -29,6 +29,12 @@ def evictable(slots: SlotArray, policy: Policy, above: int | None = None) -> lis
     return open_to_it[open_to_it != first].tolist()
 
 
+def pages_freed(slots: SlotArray, pool: PagePool, slot: int) -> int:
+    """Pages that come free when the slot is emptied: those that nobody shares."""
+    held = slots.page_table_NP[slot, : slots.num_pages_N[slot]]
+    return int(np.count_nonzero(pool.references_G[held] == 1))
+
+
 def choose_victim(slots: SlotArray, pool: PagePool, candidates: list[int]) -> int | None:
     """The candidate of the highest standing number whose eviction costs least.
 
@@ -38,8 +44,7 @@ def choose_victim(slots: SlotArray, pool: PagePool, candidates: list[int]) -> in
     """
     best, best_rank = None, None
     for slot in candidates:
-        held = slots.page_table_NP[slot, : slots.num_pages_N[slot]]
-        freed = np.count_nonzero(pool.references_G[held] == 1)
+        freed = pages_freed(slots, pool, slot)
         if not freed:
             continue
         rank = (-slots.standing_N[slot], slots.planned_N[slot] / freed, -slots.order_N[slot])
@@ -48,10 +53,16 @@ def choose_victim(slots: SlotArray, pool: PagePool, candidates: list[int]) -> in
     return best
 
 
-def pages_freed(slots: SlotArray, pool: PagePool, candidates: list[int]) -> int:
-    """At least this many pages come free when all candidates go (pages they share not counted)."""
-    total = 0
-    for slot in candidates:
-        held = slots.page_table_NP[slot, : slots.num_pages_N[slot]]
-        total += int(np.count_nonzero(pool.references_G[held] == 1))
-    return total
+def victims_for(slots: SlotArray, pool: PagePool, candidates: list[int], needed: int) -> list[int]:
+    """Candidates to evict so that a slot and `needed` pages are there; none at all when even all of
+    them would not do."""
+    candidates, victims = list(candidates), []
+    available = pool.num_available
+    while available < needed or not (slots.num_free or victims):
+        victim = choose_victim(slots, pool, candidates)
+        if victim is None:
+            return []
+        candidates.remove(victim)
+        victims.append(victim)
+        available += pages_freed(slots, pool, victim)
+    return victims

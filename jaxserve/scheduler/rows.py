@@ -72,7 +72,33 @@ def attach_logprobs(event: TokenEvent, result: StepResult, row: int) -> None:
     event.top = list(zip(ids, result.top_logprobs_SK[row, :best].tolist()))
 
 
-def scores_from(scores: PromptScores, first: int) -> PromptScores | None:
+def attach_scores(
+    plan: StepPlan,
+    result: StepResult,
+    live_S: np.ndarray,
+    sampled: np.ndarray,
+    events: list[TokenEvent],
+    first_event: int,
+) -> None:
+    """Passes on prompt log-probabilities, each position once, with the row's token if it has one.
+
+    sampled: rows whose events stand in `events` from first_event on.
+    """
+    event_of_row = dict(zip(sampled.tolist(), events[first_event:]))
+    for row, scores in result.prompt_scores.items():
+        sequence = plan.sequences[row]
+        fresh = _scores_from(scores, max(sequence.num_scored, 1))
+        if not live_S[row] or fresh is None:
+            continue
+        sequence.num_scored = fresh.start + len(fresh.logprob)
+        event = event_of_row.get(row)
+        if event is None:
+            event = TokenEvent(sequence, None)
+            events.append(event)
+        event.prompt_scores = fresh
+
+
+def _scores_from(scores: PromptScores, first: int) -> PromptScores | None:
     """The part of the scores at positions >= first, None when there is none."""
     skip = max(0, first - scores.start)
     if skip >= len(scores.logprob):

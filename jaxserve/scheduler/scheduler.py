@@ -25,15 +25,17 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.scheduler.batch import ActiveBatch
 from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
-from jaxserve.scheduler.gate import Gate, Rate
+from jaxserve.scheduler.gate import Gate
 from jaxserve.scheduler.guard import Action, Guard
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.policy import POLICIES
-from jaxserve.scheduler.preemption import choose_victim, evictable, pages_freed
+from jaxserve.scheduler.preemption import choose_victim, evictable, victims_for
 from jaxserve.scheduler.queue import FairQueue, WaitingQueue
-from jaxserve.scheduler.rows import assemble, attach_logprobs, choose_rows, scores_from
+from jaxserve.scheduler.rows import assemble, attach_logprobs, attach_scores, choose_rows
 from jaxserve.scheduler.stats import Stats
+from jaxserve.scheduler.stops import StopRules
+from jaxserve.scheduler.vitals import Vitals
 from jaxserve.types import (
     FinishReason,
     Request,
@@ -73,19 +75,13 @@ class Scheduler:
             self._queue = WaitingQueue(self._policy.key)
         self._open: dict[str, list[Sequence]] = {}  # request id -> choices that have not ended
         self._followers: dict[str, list[Sequence]] = {}  # choices 2..n, until the first's prompt
+        self._num_followers = 0
         self._deadlines: list[tuple[float, int, Request]] = []  # heap; outlives its requests
         self._events: list[TokenEvent] = []  # ends decided outside absorb
         self._preempted: list[Decision] = []  # since the last plan
         self._serial = 0
-        # How many running sequences end at each token id; end-of-text ids count always.
-        self._watched_V = np.zeros(limits.vocab_size, np.int32)
-        self._eos = frozenset(limits.eos_ids)
-        self._watched_V[list(self._eos)] = 1
-        self._planned_at: dict[int, float] = {}  # steps in flight
-        self._absorbed_at = 0.0
-        self._gaps_s = np.zeros(256)  # of the latest steps with decoding rows, as a ring
-        self._num_gaps = 0
-        self._preemption_rate = Rate(window_s=60.0)
+        self._stops = StopRules(limits.vocab_size, limits.eos_ids)
+        self._vitals = Vitals()
 
     @classmethod
     def from_config(
@@ -101,22 +97,9 @@ class Scheduler:
 
         cache_key None draws one. No plan depends on its value: only on which digests are equal.
         """
-        limits = Limits(
-            num_slots=engine.num_slots,
-            num_pages=engine.num_pages,
-            page_size=engine.page_size,
-            token_budget=engine.token_budget,
-            max_model_len=engine.max_model_len,
-            vocab_size=vocab_size,
-            eos_ids=tuple(sorted(eos_ids)),
-            prefix_caching=engine.prefix_caching,
-            batching=engine.batching,
-            max_queued=engine.max_queued,
-            max_queued_tokens=engine.max_queued_tokens,
-        )
-        if cache_key is None:
-            cache_key = secrets.token_bytes(32)
-        return cls(limits, config, cache_key=cache_key)
+        limits = Limits.of_engine(engine, eos_ids, vocab_size)
+        key = secrets.token_bytes(32) if cache_key is None else cache_key
+        return cls(limits, config, cache_key=key)
 
     # Gauges
 
@@ -126,7 +109,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + sum(map(len, self._followers.values()))
+        return len(self._queue) + self._num_followers
 
     @property
     def has_work(self) -> bool:
@@ -143,7 +126,7 @@ class Scheduler:
             pages_free=self._pool.num_available,
             pages_idle=self._pool.num_idle,
             fairness_gap=self._ledger.gap(),
-            guard_actions=tuple(sorted(action.value for action in self._guard.actions)),
+            guard_actions=self._guard.in_force,
             guard_changes=self._guard.num_changes,
         )
 
@@ -173,6 +156,7 @@ class Scheduler:
         self._enqueue(choices[0])
         if len(choices) > 1:
             self._followers[request.id] = choices[1:]
+            self._num_followers += len(choices) - 1
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, choices[0].serial, request))
 
@@ -181,21 +165,23 @@ class Scheduler:
             raise RequestRefused(f"request id {request.id!r} is in use", param="request_id")
         self.limits.check(request)
         self._gate.check(request, self.num_waiting, self._queue.num_tokens)
-        if not self._guard.actions:
-            return
-        worst = max(map(self._policy.standing, self._queue), default=0)
-        sheds = Action.SHED_LOWEST in self._guard.actions and (
-            self._policy.standing(Sequence(request, 0, 0)) >= worst
-        )
-        greedy = Action.SHED_GREEDIEST in self._guard.actions and (
-            self._ledger.is_greediest(request.tenant)
-        )
-        if sheds or greedy:
+        if self._is_shed(request):
             raise RequestRefused(
                 "the engine is overloaded; try again later",
                 code="queue_full",
                 retry_after=self._gate.retry_after(self.num_waiting, request.arrival),
             )
+
+    def _is_shed(self, request: Request) -> bool:
+        """Whether the guard turns this arrival away."""
+        if Action.SHED_GREEDIEST in self._guard.actions and self._ledger.is_greediest(
+            request.tenant
+        ):
+            return True
+        if Action.SHED_LOWEST not in self._guard.actions:
+            return False
+        worst = max(map(self._policy.standing, self._queue), default=0)
+        return self._policy.standing(Sequence(request, 0, 0)) >= worst
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """Ends what is left of the request. An unknown or ended id is harmless."""
@@ -234,7 +220,7 @@ class Scheduler:
 
     def _forget_pool(self) -> None:
         self._batch.cache.clear()
-        self._planned_at.clear()
+        self._vitals.forget_steps()
 
     def take_events(self) -> list[TokenEvent]:
         """Ends that no step brought (deadlines that passed in plan). absorb returns them too, so
@@ -257,7 +243,7 @@ class Scheduler:
         budget = self._tokens_of_step(len(decode))
         chunks = self._share(self._slots.pending(prefill), budget - len(decode))
         self._stats.steps += 1
-        self._planned_at[self._stats.steps] = now
+        self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
         return assemble(
             self._slots,
@@ -305,7 +291,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._stats.preemptions += 1
         if now is not None:
-            self._preemption_rate.add(1, now)
+            self._vitals.preempted(now)
         self._enqueue(sequence)
         self._preempted.append(Decision(sequence.id, reason))
 
@@ -351,7 +337,7 @@ class Scheduler:
         if admission.slot is None:
             return admission.why_not
         self._dequeue(sequence)
-        self._watch(sequence, 1)
+        self._stops.admit(sequence)
         known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
         if not sequence.num_preemptions:
             verb = "admitted"
@@ -373,21 +359,14 @@ class Scheduler:
 
     def _make_room(self, head: Sequence, now: float) -> bool:
         """Evicts running sequences of a higher standing for the head of the queue, if it helps."""
-        slots, policy = self._slots, self._policy
-        candidates = evictable(slots, policy, above=policy.standing(head))
+        candidates = evictable(self._slots, self._policy, above=self._policy.standing(head))
         if not candidates:
             return False
-        needed = self.limits.pages_for(len(head.tokens)) + slots.num_running
-        available = self._pool.num_available
-        if available + pages_freed(slots, self._pool, candidates) < needed:
-            return False
-        while not slots.num_free or self._pool.num_available < needed:
-            victim = choose_victim(slots, self._pool, candidates)
-            if victim is None:
-                break
-            candidates.remove(victim)
+        needed = self.limits.pages_for(len(head.tokens)) + self._spare_pages()
+        victims = victims_for(self._slots, self._pool, candidates, needed)
+        for victim in victims:
             self._preempt(victim, f"{head.request.id} goes first", now)
-        return slots.num_free > 0
+        return bool(victims)
 
     def _tokens_of_step(self, num_decode: int) -> int:
         budget = self._budget.tokens(num_decode)
@@ -399,15 +378,13 @@ class Scheduler:
         if not self._guard.is_due(now):
             return ()
         arrival = min((s.request.arrival for s in self._queue.entered_first()), default=now)
-        gaps_s = self._gaps_s[: min(self._num_gaps, len(self._gaps_s))]
         readings = {
             "queue_age_s": now - arrival,
-            "itl_p99_s": float(np.quantile(gaps_s, 0.99)) if len(gaps_s) else 0.0,
+            "itl_p99_s": self._vitals.take_itl_p99(),
             "fairness_gap": self._ledger.gap(),
-            "preemptions_per_min": self._preemption_rate.per_second(now) * 60,
+            "preemptions_per_min": self._vitals.preemptions_per_min(now),
             "page_pressure": 1 - self._pool.num_available / self._pool.capacity,
         }
-        self._num_gaps = 0
         return tuple(map(str, self._guard.look(readings, now)))
 
     # Absorbing
@@ -418,7 +395,7 @@ class Scheduler:
         Rows whose slot changed hands since the plan are dropped: their sequence ended or was
         preempted, and a token that nobody awaits is nobody's.
         """
-        self._measure(plan, now)
+        self._budget.observe(plan.num_tokens, self._vitals.absorbed(plan, now))
         events = self.take_events()
         live_S = self._slots.generation_N[plan.slot_S] == plan.generation_S
         rows = live_S.nonzero()[0]
@@ -427,7 +404,7 @@ class Scheduler:
         first_event = len(events)
         ended = self._append(plan, result, sampled, events)
         if result.prompt_scores:
-            self._attach_scores(plan, result, live_S, sampled, events, first_event)
+            attach_scores(plan, result, live_S, sampled, events, first_event)
         for event, reason, stop_reason in ended:
             event.finish = reason
             self._end(event.sequence, reason, stop_reason)
@@ -436,15 +413,6 @@ class Scheduler:
         if self._followers:
             self._queue_followers()
         return events
-
-    def _measure(self, plan: StepPlan, now: float) -> None:
-        """How long the step took: from its plan, or from the end of the step before it."""
-        seconds = now - max(self._planned_at.pop(plan.step, now), self._absorbed_at)
-        self._budget.observe(plan.num_tokens, seconds)
-        if plan.num_decode:
-            self._gaps_s[self._num_gaps % len(self._gaps_s)] = now - self._absorbed_at
-            self._num_gaps += 1
-        self._absorbed_at = now
 
     def _append(self, plan: StepPlan, result: StepResult, rows, events: list[TokenEvent]):
         """A token and an event for each sampled row. Returns (event, reason, stop id) of ends."""
@@ -467,35 +435,14 @@ class Scheduler:
                 attach_logprobs(events[first + at], result, rows[at])
         full_S = known_S >= slots.max_total_N[slot_S]
         ended = []
-        for at in (full_S | (self._watched_V[token_S] > 0)).nonzero()[0].tolist():
+        for at in (full_S | self._stops.suspects(token_S)).nonzero()[0].tolist():
             event = events[first + at]
-            if self._stops(event.sequence, event.token):
+            if self._stops.ends(event.sequence, event.token):
                 # An end token at the very last place is still the model's own end.
                 ended.append((event, FinishReason.STOP, event.token))
             elif full_S[at]:
                 ended.append((event, FinishReason.LENGTH, None))
         return ended
-
-    def _stops(self, sequence: Sequence, token: int) -> bool:
-        params = sequence.request.params
-        if sequence.num_output <= params.min_tokens:
-            return False
-        return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
-
-    def _attach_scores(self, plan, result, live_S, sampled, events, first_event) -> None:
-        """Passes on prompt log-probabilities, each position once, with the row's token if any."""
-        event_of_row = dict(zip(sampled.tolist(), events[first_event:]))
-        for row, scores in result.prompt_scores.items():
-            sequence = plan.sequences[row]
-            fresh = scores_from(scores, max(sequence.num_scored, 1))
-            if not live_S[row] or fresh is None:
-                continue
-            sequence.num_scored = fresh.start + len(fresh.logprob)
-            event = event_of_row.get(row)
-            if event is None:
-                event = TokenEvent(sequence, None)
-                events.append(event)
-            event.prompt_scores = fresh
 
     def _end_if_scored(self, sequence: Sequence, events: list[TokenEvent]) -> None:
         """A request for no tokens ends when its prompt is computed."""
@@ -506,13 +453,17 @@ class Scheduler:
 
     def _queue_followers(self) -> None:
         """Choices 2..n enter when the first one's prompt is computed: they share its pages."""
-        for request_id, followers in list(self._followers.items()):
+        for request_id in list(self._followers):
             first = self._open[request_id][0]
             if first.slot is None or self._slots.computed_N[first.slot] < first.num_prompt:
                 continue
-            del self._followers[request_id]
-            for sequence in followers:
+            for sequence in self._take_followers(request_id):
                 self._enqueue(sequence)
+
+    def _take_followers(self, request_id: str) -> list[Sequence]:
+        followers = self._followers.pop(request_id, [])
+        self._num_followers -= len(followers)
+        return followers
 
     # Queue and ends
 
@@ -528,7 +479,7 @@ class Scheduler:
         self, request_id: str, reason: FinishReason, error: Exception | None = None
     ) -> list[TokenEvent]:
         events = []
-        self._followers.pop(request_id, None)
+        self._take_followers(request_id)
         for sequence in list(self._open.get(request_id, ())):
             self._end(sequence, reason)
             events.append(TokenEvent(sequence, None, reason, error=error))
@@ -545,7 +496,7 @@ class Scheduler:
         sequence.finish = reason
         sequence.stop_reason = stop_reason
         self._ledger.closed(self._ledger.number(request.tenant))
-        for follower in self._followers.pop(request.id, ()):
+        for follower in self._take_followers(request.id):
             self._enqueue(follower)  # the first choice ended before its prompt was computed
         choices = self._open[request.id]
         choices.remove(sequence)
@@ -555,12 +506,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
-        self._watch(sequence, -1)
+        self._stops.leave(sequence)
         self._batch.vacate(sequence)
-
-    def _watch(self, sequence: Sequence, change: int) -> None:
-        for token in sequence.request.params.stop_token_ids:
-            self._watched_V[token] += change
 
     def check_invariants(self) -> None:
         """Asserts everything that must hold between two calls. For tests and debugging."""
@@ -571,7 +518,7 @@ class Scheduler:
         everyone = [sequence for choices in self._open.values() for sequence in choices]
         assert sorted(s.id for s in placed) == sorted(s.id for s in everyone)
         assert all(s.finish is None for s in everyone)
-        assert (self._watched_V >= 0).all()
+        self._stops.check_invariants(self._slots.running())
         self._ledger.check_invariants(everyone, self._queue)
         if not self._open:
             assert self._pool.num_available == self._pool.capacity, "pages leaked"

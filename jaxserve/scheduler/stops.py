@@ -1,0 +1,47 @@
+"""StopRules: which tokens end which sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxserve.types import Sequence
+
+
+class StopRules:
+    """Finds the few rows of a step that may have ended without asking each of them.
+
+    watched_V counts, for each token id, the running sequences that end at it; end-of-text ids count
+    always. A step's tokens are looked up at once, and only hits are asked.
+    """
+
+    def __init__(self, vocab_size: int, eos_ids: Iterable[int]):
+        self._eos_ids = frozenset(eos_ids)
+        self._watched_V = np.zeros(vocab_size, np.int32)
+        self._watched_V[list(self._eos_ids)] = 1
+
+    def admit(self, sequence: Sequence) -> None:
+        for token in sequence.request.params.stop_token_ids:
+            self._watched_V[token] += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        for token in sequence.request.params.stop_token_ids:
+            self._watched_V[token] -= 1
+
+    def suspects(self, token_S: np.ndarray) -> np.ndarray:
+        """Rows whose token ends somebody, if perhaps not them. bool [S]."""
+        return self._watched_V[token_S] > 0
+
+    def ends(self, sequence: Sequence, token: int) -> bool:
+        """Whether the sequence, whose last token this is, ends with it."""
+        params = sequence.request.params
+        if sequence.num_output <= params.min_tokens:
+            return False
+        is_eos = token in self._eos_ids and not params.ignore_eos
+        return is_eos or token in params.stop_token_ids
+
+    def check_invariants(self, running: list[Sequence]) -> None:
+        expected = sum(len(sequence.request.params.stop_token_ids) for sequence in running)
+        assert self._watched_V.sum() == expected + len(self._eos_ids)
+        assert (self._watched_V >= 0).all()
