@@ -1,0 +1,318 @@
+"""linear: every form of weight against float64, and a row's independence from its mates."""
+
+import functools
+import shutil
+import sysconfig
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.linear import api, cpu, gguf_blocks, weights
+
+GGUF_TYPES = tuple(gguf_blocks.BLOCK)
+FORMS = ("float32", "bfloat16", "int8", "int4", *GGUF_TYPES)
+needs_native = pytest.mark.skipif(not native.available(), reason=native.describe())
+
+
+def gguf_rows(kind, features, depth, seed):
+    """Random bytes of a GGUF type, with scales of ordinary size in their float16 places."""
+    rng = np.random.default_rng(seed)
+    elements, size = gguf_blocks.BLOCK[kind]
+    blocks = rng.integers(0, 256, (features, depth // elements, size), dtype=np.uint8)
+    scales = (rng.standard_normal((features, depth // elements, 2)) / 50).astype(np.float16)
+    at, count = {"Q6_K": (208, 1), "Q4_0": (0, 1), "Q5_0": (0, 1), "Q8_0": (0, 1)}.get(kind, (0, 2))
+    blocks[..., at : at + 2 * count] = scales.view(np.uint8)[..., : 2 * count]
+    return blocks.reshape(features, -1)
+
+
+def make_weight(form, features, depth, seed=0):
+    """A weight as a loader hands it to `prepare`."""
+    if form in GGUF_TYPES:
+        return api.from_gguf_blocks(gguf_rows(form, features, depth, seed), form)
+    array = np.random.default_rng(seed).standard_normal((features, depth)).astype(np.float32)
+    if form in ("int8", "int4"):
+        return api.quantize(array, form)
+    return array.astype(jnp.bfloat16 if form == "bfloat16" else np.float32)
+
+
+def make_rows(count, depth, seed=1):
+    """Activations with the ill manners of real ones: a huge row, a zero row, an outlier."""
+    x = np.random.default_rng(seed).standard_normal((count, depth)).astype(np.float32)
+    x[min(2, count - 1)] *= 1000
+    x[min(4, count - 1)] = 0
+    x[min(5, count - 1), 7] = 60
+    return x
+
+
+@functools.partial(jax.jit, static_argnames="isa")
+def on_cpu(x_TD, weight, layer=None, *, isa=None):
+    return cpu.linear(x_TD, weight, layer=layer, isa=isa)
+
+
+# ---- forms -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_gguf_blocks_are_exact(kind):
+    """Same numbers as the gguf package's own dequantisation, in both layouts and by row."""
+    gguf = pytest.importorskip("gguf")
+    data = gguf_rows(kind, 37, 512, seed=3)
+    want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    weight = api.from_gguf_blocks(data, kind)
+    assert weight.shape == (37, 512)
+    np.testing.assert_array_equal(api.dequantize(weight), want)
+    panels = weights.to_panels(weight)
+    np.testing.assert_array_equal(api.dequantize(panels), want)
+    ids = np.array([36, 0, 17], np.int32)
+    for form in (weight, panels):
+        on_device = jax.tree.map(jnp.asarray, form)
+        np.testing.assert_array_equal(api.gather_rows(on_device, jnp.asarray(ids)), want[ids])
+
+
+def test_gguf_refusals():
+    with pytest.raises(ValueError, match="IQ2_XS is not supported"):
+        api.from_gguf_blocks(np.zeros((2, 74), np.uint8), "IQ2_XS")
+    with pytest.raises(ValueError, match="whole number"):
+        api.from_gguf_blocks(np.zeros((2, 35), np.uint8), "Q8_0")
+
+
+@pytest.mark.parametrize(("kind", "step"), [("int8", 1 / 127), ("int4", 1 / 7)])
+def test_quantize_rounds_to_the_nearest_step(kind, step):
+    """Error of at most half a step of the group's largest value; float16 scales add their own."""
+    array = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    array[1, :32] = 0
+    array[2] *= 1e-6
+    array[3] *= 1e4
+    back = api.dequantize(api.quantize(array, kind)).reshape(5, 3, 32)
+    groups = array.reshape(5, 3, 32)
+    bound = np.abs(groups).max(-1, keepdims=True) * step * 0.5 * 1.002 + 2e-7
+    assert (np.abs(back - groups) <= bound).all()
+
+
+def test_quantize_refusals():
+    with pytest.raises(ValueError, match="groups of 32"):
+        api.quantize(np.zeros((2, 33), np.float32), "int8")
+    with pytest.raises(ValueError, match="NaN"):
+        api.quantize(np.full((2, 32), np.nan, np.float32), "int8")
+    with pytest.raises(ValueError, match="use int8 or int4"):
+        api.quantize(np.zeros((2, 32), np.float32), "int3")
+
+
+def test_prepare_names_what_it_takes():
+    with pytest.raises(ValueError, match="use one of"):
+        api.prepare(np.zeros((2, 32), np.float32), "float64", "reference")
+    odd = api.prepare(np.ones((3, 33), np.float32), "int8", "reference")
+    assert odd.dtype == np.float32  # groups of 32 do not fit 33 inputs
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q4_0", "Q4_1"), ("Q8_0", "Q4_K", "Q5_1")])
+def test_stack_and_concatenate_keep_every_value(kinds):
+    """Layers of different types (as in Q4_K_M files) meet in one form, exactly."""
+    parts = [make_weight(kind, 32, 256, seed=i) for i, kind in enumerate(kinds)]
+    floats = [api.dequantize(p) for p in parts]
+    np.testing.assert_array_equal(api.dequantize(api.stack(parts)), np.stack(floats))
+    joined = api.concatenate(parts)
+    np.testing.assert_array_equal(api.dequantize(joined), np.concatenate(floats))
+    mixed = api.stack([parts[0], floats[1]])
+    np.testing.assert_array_equal(mixed, np.stack(floats[:2]))
+    order = np.arange(32)[::-1]
+    np.testing.assert_array_equal(api.dequantize(api.take_rows(parts[0], order)), floats[0][order])
+
+
+def test_auto_weight_dtype():
+    floats, half = np.zeros((2, 32), np.float32), np.zeros((2, 32), jnp.bfloat16)
+    grouped = api.quantize(floats, "int8")
+    assert [api.auto_weight_dtype("cpu", w) for w in (floats, half, grouped)] == [
+        "float32",
+        "stored",
+        "stored",
+    ]
+    assert {api.auto_weight_dtype("reference", w) for w in (floats, half, grouped)} == {"float32"}
+
+
+# ---- the reference -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reference_equals_float64(form):
+    weight = make_weight(form, 40, 256)
+    x = make_rows(7, 256)
+    want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
+    got = api.linear(jnp.asarray(x), jax.tree.map(jnp.asarray, weight), backend="reference")
+    assert relative_error(got, want) < 2e-6
+
+
+def test_reference_picks_the_layer():
+    weight = api.stack([make_weight("Q4_1", 32, 64, seed=i) for i in range(3)])
+    x = jnp.asarray(make_rows(7, 64))
+    for layer in (0, 2, jnp.int32(1)):
+        want = np.asarray(x, np.float64) @ np.float64(api.dequantize(weight))[int(layer)].T
+        got = api.linear(x, weight, layer=layer, backend="reference")
+        assert relative_error(got, want) < 2e-6
+
+
+def relative_error(got, want):
+    """Largest error of a row against the row's largest element, worst row."""
+    top = np.maximum(np.abs(want).max(axis=1, keepdims=True), 1e-20)
+    return (np.abs(np.asarray(got, np.float64) - want) / top).max()
+
+
+# ---- native code -------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", FORMS)
+def test_native_equals_float64(form, isa):
+    """float32 sums: 2e-6. Activations in 16 bits per 32 inputs: 2e-4 for rows with an outlier (a
+    block's step is 1 / 65,024 of its largest value), a tenth of that for ordinary ones."""
+    weight = make_weight(form, 52, 512)
+    x = make_rows(21, 512)
+    want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
+    got = on_cpu(x, api.prepare(weight, "stored", "cpu"), isa=isa)
+    floats = form in ("float32", "bfloat16")
+    assert relative_error(got, want) < (2e-6 if floats else 2e-4)
+    if not floats:
+        error = np.asarray(got, np.float64) - want
+        ordinary = np.r_[0:2, 6:21]
+        spread = want[ordinary].std()
+        assert error[ordinary].std() < 4e-5 * spread
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "Q4_1", "Q6_K"])
+def test_a_row_is_its_own(form, isa):
+    """Each row's bits are the same alone, in any company and at any place."""
+    weight = api.prepare(make_weight(form, 72, 768), "stored", "cpu")
+    x = make_rows(300, 768)
+    whole = np.asarray(on_cpu(x, weight, isa=isa))
+    for begin, end in [(0, 1), (5, 6), (299, 300), (1, 3), (2, 9), (40, 53), (60, 124), (7, 264)]:
+        part = np.asarray(on_cpu(x[begin:end], weight, isa=isa))
+        np.testing.assert_array_equal(part, whole[begin:end])
+    order = np.random.default_rng(0).permutation(64)
+    np.testing.assert_array_equal(np.asarray(on_cpu(x[order], weight, isa=isa)), whole[order])
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["int8", "Q4_0", "Q5_K", "Q6_K"])
+def test_instruction_sets_agree_to_the_bit(form):
+    """Integer sums are exact and the float additions are the same, with fused multiply-add."""
+    weight = api.prepare(make_weight(form, 48, 512), "stored", "cpu")
+    x = make_rows(19, 512)
+    results = [np.asarray(on_cpu(x, weight, isa=isa)) for isa in native.isas()[1:]]
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "Q4_1"])
+@pytest.mark.parametrize(("features", "depth"), [(1, 32), (15, 64), (17, 96), (33, 544)])
+def test_odd_sizes(form, features, depth):
+    weight = make_weight(form, features, depth)
+    x = make_rows(6, depth)
+    want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
+    got = on_cpu(x, api.prepare(weight, "stored", "cpu"))
+    assert got.shape == (6, features)
+    assert np.abs(np.asarray(got) - want).max() < 3e-4 * np.abs(want).max()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("depth", [1, 31, 50, 257])
+def test_floats_take_any_depth(dtype, depth):
+    weight = np.random.default_rng(0).standard_normal((20, depth)).astype(dtype)
+    x = np.random.default_rng(1).standard_normal((5, depth)).astype(np.float32)
+    x64, w64 = x.astype(np.float64), weight.astype(np.float64)
+    bound = (depth + 1) * 2.0**-24 * (np.abs(x64) @ np.abs(w64).T)  # of any order of a float32 sum
+    for isa in native.isas():
+        got = on_cpu(x, api.prepare(weight, "stored", "cpu"), isa=isa)
+        assert (np.abs(np.asarray(got) - x64 @ w64.T) <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "Q8_0", "Q4_1"])
+def test_stacked_layers_in_a_scan(form):
+    """The whole stack and a traced index give what each layer gives alone, to the bit."""
+    layers = [make_weight(form, 64, 64, seed=i) for i in range(5)]
+    stacked = jax.tree.map(jnp.asarray, api.prepare(api.stack(layers), "stored", "cpu"))
+    x = jnp.asarray(make_rows(3, 64))
+
+    @jax.jit
+    def run(x, stacked):
+        step = lambda x, layer: (x, cpu.linear(x, stacked, layer=layer))
+        return jax.lax.scan(step, x, jnp.arange(5, dtype=jnp.int32))[1]
+
+    got = np.asarray(run(x, stacked))
+    for layer, weight in enumerate(layers):
+        alone = on_cpu(x, api.prepare(weight, "stored", "cpu"))
+        np.testing.assert_array_equal(got[layer], np.asarray(alone))
+
+
+@needs_native
+def test_a_scan_copies_no_weights():
+    """Temporary memory stays below one layer's weight."""
+    stacked = api.prepare(np.zeros((8, 256, 256), np.float32), "float32", "cpu")
+
+    def run(x, stacked):
+        step = lambda x, layer: (cpu.linear(x, stacked, layer=layer), None)
+        return jax.lax.scan(step, x, jnp.arange(8, dtype=jnp.int32))[0]
+
+    x = jnp.zeros((2, 256))
+    analysis = jax.jit(run).lower(x, stacked).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 256 * 256 * 4
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "Q4_1"])
+def test_nan_stays_in_its_row(form, isa):
+    weight = api.prepare(make_weight(form, 32, 64), "stored", "cpu")
+    x = make_rows(20, 64)
+    clean = np.asarray(on_cpu(x, weight, isa=isa))
+    x[3, 5], x[11, 63], x[12, 0] = np.nan, np.inf, -np.nan
+    got = np.asarray(on_cpu(x, weight, isa=isa))
+    bad = [3, 11, 12]
+    assert not np.isfinite(got[bad]).any(axis=1).all()
+    assert np.isnan(got[[3, 12]]).all()
+    np.testing.assert_array_equal(np.delete(got, bad, 0), np.delete(clean, bad, 0))
+
+
+@needs_native
+def test_a_wrong_layer_is_an_error():
+    weight = api.prepare(np.zeros((2, 32, 32), np.float32), "float32", "cpu")
+    with pytest.raises(Exception, match="no such layer"):
+        jax.block_until_ready(on_cpu(make_rows(6, 32), weight, jnp.int32(2)))
+
+
+@needs_native
+def test_x_keeps_its_dtype():
+    weight = api.prepare(make_weight("Q8_0", 32, 64), "stored", "cpu")
+    assert on_cpu(jnp.ones((2, 64), jnp.bfloat16), weight).dtype == jnp.bfloat16
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    """No file, or one that is no library: a reason is given and the reference serves."""
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    native.load.cache_clear()
+    try:
+        assert not native.available() and native.isas() == ()
+        assert "without a C++ compiler" in native.describe()
+        assert api.choose_backend("cpu") == "reference"
+        (tmp_path / ("_native" + sysconfig.get_config_var("EXT_SUFFIX"))).write_bytes(b"junk")
+        native.load.cache_clear()
+        assert not native.available()
+        assert "reinstall" in native.describe()
+    finally:
+        monkeypatch.undo()
+        native.load.cache_clear()
+
+
+def test_the_library_is_built_where_it_can_be():
+    """A compiler and no library means that the build broke."""
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    assert native.available(), native.describe()
