@@ -1,0 +1,174 @@
+"""Grammars compiled for one vocabulary, and the state of one output in its grammar.
+
+llguidance does the work (Earley parsing over derivatives of regular expressions, and a trie of the
+vocabulary). It counts what it does and stops at the limits below, so compiling and every mask have
+a bounded cost; a grammar that needs more is refused, or ends its request alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import threading
+
+import llguidance
+import numpy as np
+
+from jaxserve.grammar.spec import GrammarRefused, GrammarSpec
+from jaxserve.tokenizer import Tokenizer
+
+MAX_CACHED = 64  # compiled grammars kept
+# White space between the parts of JSON: enough to indent, not enough to print nothing but it.
+JSON_SPACES = r"[ \t\r\n]{0,64}"
+
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,  # about 20 ms of building regular expressions
+    "step_lexer_fuel": 200_000,  # about 15 ms of them in one mask
+    "step_max_items": 50_000,  # about 3 ms of parsing in one mask
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_grammar_size": 100_000,  # symbols
+    "verbose_errors": False,  # messages hold no text of the output
+}
+
+
+class GrammarFailed(RuntimeError):
+    """An output's grammar cannot go on: a limit was reached. Only that output is affected."""
+
+
+class GrammarCompiler:
+    """Compiles specs for one tokenizer, and keeps what was used last. Thread-safe.
+
+    vocab_size: columns of the model's logits; ids that the tokenizer does not have are never
+    allowed. Compiling releases the GIL; it belongs on a thread that may wait.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        if not tokenizer.eos_ids:
+            raise ValueError("structured output needs a tokenizer with an end token")
+        self.vocab_size = vocab_size
+        self.mask_words = -(-vocab_size // 32)
+        self._vocabulary = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)),
+            eos_token=sorted(tokenizer.eos_ids),
+        )
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._cache: collections.OrderedDict[GrammarSpec, llguidance.LLMatcher] = (
+            collections.OrderedDict()
+        )
+        self._lock = threading.Lock()
+
+    def matcher(self, spec: GrammarSpec) -> GrammarMatcher:
+        """A matcher at the beginning of an output. Raises GrammarRefused."""
+        with self._lock:
+            compiled = self._cache.get(spec)
+            if compiled is not None:
+                self._cache.move_to_end(spec)
+        if compiled is None:
+            compiled = self._compile(spec)
+            with self._lock:
+                self._cache[spec] = compiled
+                while len(self._cache) > MAX_CACHED:
+                    self._cache.popitem(last=False)
+        return GrammarMatcher(compiled.deep_copy(), self.mask_words)
+
+    def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+        compiled = llguidance.LLMatcher(
+            self._vocabulary, _grammar(spec), log_level=0, limits=self._limits
+        )
+        if compiled.is_error():
+            raise GrammarRefused(f"the {spec.kind} cannot be enforced: {compiled.get_error()}")
+        mask = np.zeros(self.mask_words, np.uint32)
+        try:
+            GrammarMatcher(compiled.deep_copy(), self.mask_words).fill_mask(mask)
+        except GrammarFailed as error:
+            raise GrammarRefused(f"the {spec.kind} costs too much: {error}") from None
+        if not mask.any():
+            raise GrammarRefused(f"nothing satisfies the {spec.kind}")
+        return compiled
+
+
+class GrammarMatcher:
+    """The state of one output in its grammar. Used by one thread at a time.
+
+    done: the grammar is complete and nothing but an end token may follow. accepting: an end token
+    may come now.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int):
+        self._matcher = matcher
+        self._mask_words = mask_words
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """Writes which tokens may come next: bit (id % 32) of word (id // 32).
+
+        row: uint32 or int32 [mask_words], contiguous; overwritten. Raises GrammarFailed.
+        """
+        assert row.shape == (self._mask_words,) and row.itemsize == 4
+        assert row.flags.c_contiguous and row.flags.writeable
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
+
+    def advance(self, token: int) -> bool:
+        """Takes the token that was chosen. False, and no change, if the grammar forbids it."""
+        if self._matcher.validate_tokens([token]) != 1:
+            return False
+        self._matcher.consume_token(token)
+        self._check()
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Takes the last tokens back: drafts that were not accepted."""
+        if count:
+            self._matcher.rollback(count)
+            self._check()
+
+    @property
+    def done(self) -> bool:
+        return self._matcher.is_stopped()
+
+    @property
+    def accepting(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarFailed(self._matcher.get_error())
+
+
+class _Vocabulary:
+    """What llguidance wants to know of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._encode = tokenizer.encode
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+
+
+def _grammar(spec: GrammarSpec) -> str:
+    """The spec as llguidance takes it."""
+    make = llguidance.LLMatcher
+    if spec.kind == "regex":
+        return make.grammar_from_regex(spec.text)
+    if spec.kind == "lark":
+        return make.grammar_from_lark(spec.text)
+    if spec.kind == "choice":
+        return make.grammar_from_regex("|".join(map(_literal, json.loads(spec.text))))
+    assert spec.kind == "json_schema"
+    try:
+        return make.grammar_from_json_schema(
+            spec.text, overrides={"whitespace_pattern": JSON_SPACES, "lenient": False}
+        )
+    except ValueError as error:
+        raise GrammarRefused(f"the schema cannot be enforced: {error}") from None
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches just this text."""
+    return "".join(
+        char if char.isalnum() or ord(char) > 127 else f"\\x{{{ord(char):x}}}" for char in text
+    )

@@ -1,0 +1,91 @@
+"""What a request asks its output to look like, checked for everything we can check cheaply."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+MAX_CHARS = 128 * 1024  # of a schema, pattern, grammar or all choices together
+MAX_CHOICES = 4096
+MAX_REPETITION = 100_000  # product of a pattern's counted repetitions: each multiplies its states
+
+
+class GrammarRefused(ValueError):
+    """A grammar we cannot honour exactly, or not at a bounded cost; the message names the part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarSpec:
+    """One request for structured output; equal specs share a compiled grammar.
+
+    kind: json_schema, regex, choice or lark. text: the schema's or choices' JSON, the pattern, or
+    the grammar. Made by the functions below, which raise GrammarRefused.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: dict | bool | str) -> GrammarSpec:
+        """A JSON schema, as an object or as text."""
+        from jaxserve.grammar.schema import check_schema
+
+        try:
+            schema = json.loads(_bounded(schema)) if isinstance(schema, str) else schema
+        except (ValueError, RecursionError) as error:
+            raise GrammarRefused(f"the schema is not JSON: {error}") from None
+        check_schema(schema)
+        if schema is False:
+            raise GrammarRefused("nothing satisfies the schema false")
+        schema = {} if schema is True else schema
+        return cls("json_schema", _bounded(json.dumps(schema, ensure_ascii=False)))
+
+    @classmethod
+    def json_object(cls) -> GrammarSpec:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> GrammarSpec:
+        """A regular expression that the whole output matches."""
+        return cls("regex", check_pattern(pattern))
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> GrammarSpec:
+        """One of several texts."""
+        if not choices or len(choices) > MAX_CHOICES:
+            raise GrammarRefused(f"{len(choices)} choices; give 1 to {MAX_CHOICES}")
+        if not all(isinstance(choice, str) and choice for choice in choices):
+            raise GrammarRefused("choices are texts of one character or more")
+        return cls("choice", _bounded(json.dumps(list(choices))))
+
+    @classmethod
+    def lark(cls, grammar: str) -> GrammarSpec:
+        """A grammar in Lark's notation, start rule `start`."""
+        if re.search(r"%json\b", grammar):
+            raise GrammarRefused("%json in a Lark grammar: send that schema as a JSON schema")
+        return cls("lark", _bounded(grammar))
+
+
+def check_pattern(pattern: Any, where: str = "the pattern") -> str:
+    """Bounds a regular expression's size. What it means is checked when it is compiled."""
+    if not isinstance(pattern, str):
+        raise GrammarRefused(f"{where} is not a text")
+    counts = re.findall(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", _bounded(pattern))
+    if math.prod(min(int(f"0{high or low}"[:12]) or 1, 10**12) for low, high in counts) > (
+        MAX_REPETITION
+    ):
+        raise GrammarRefused(
+            f"{where} repeats too much: its {{m,n}}, multiplied, may come to {MAX_REPETITION}"
+        )
+    return pattern
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        raise GrammarRefused(f"{len(text)} characters of grammar; at most {MAX_CHARS}")
+    return text
