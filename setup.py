@@ -101,6 +101,12 @@ setuptools.setup(
     extras_require={
         "tpu": ["jax[tpu]>=0.10.2"],
         "cuda": ["jax[cuda13]>=0.10.2"],
+        "cuda-deviceless": [
+            "jax-cuda13-plugin>=0.10.2",
+            "jax-cuda13-pjrt>=0.10.2",
+            "nvidia-cuda-nvcc>=13",
+            "nvidia-nvvm>=13",
+        ],
         "hub": ["huggingface_hub>=0.30"],
         "test": ["pytest>=8", "hypothesis>=6.120", "openai>=1.60", "httpx>=0.28", "ruff>=0.12"],
     },
