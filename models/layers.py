@@ -124,6 +124,11 @@ def pre_norm_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     return {**norms, **attention_specs(config), **mlp_specs(config)}
 
 
+def pre_norm_param_specs(config: ModelConfig) -> dict:
+    """The parameter tree of families whose layers are all pre_norm_block."""
+    return decoder_specs(config, pre_norm_specs)
+
+
 # ---- computing ---------------------------------------------------------------------------------
 
 
@@ -255,6 +260,13 @@ def decoder_forward(params, config, token_ids_T, positions_T, kv_pages, attend, 
         kv_pages,
     )
     return rms_norm(hidden_TD, params["final_norm"], config.norm_eps), kv_pages
+
+
+def pre_norm_forward(params, config, token_ids_T, positions_T, kv_pages, attend):
+    """decoder_forward for families whose layers are all pre_norm_block."""
+    return decoder_forward(
+        params, config, token_ids_T, positions_T, kv_pages, attend, pre_norm_block
+    )
 
 
 def decoder_logits(params, config: ModelConfig, hidden_SD: jax.Array) -> jax.Array:

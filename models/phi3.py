@@ -43,15 +43,6 @@ def read_config(keys: ConfigKeys) -> ModelConfig:
     )
 
 
-def param_specs(config: ModelConfig) -> dict:
-    return layers.decoder_specs(config, layers.pre_norm_specs)
-
-
-def forward(params, config, token_ids_T, positions_T, kv_pages, attend):
-    """-> (hidden_TD, kv_pages); attend is the engine's closure over the attention op."""
-    return layers.decoder_forward(
-        params, config, token_ids_T, positions_T, kv_pages, attend, layers.pre_norm_block
-    )
-
-
+param_specs = layers.pre_norm_param_specs
+forward = layers.pre_norm_forward
 logits = layers.decoder_logits
