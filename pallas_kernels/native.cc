@@ -102,12 +102,15 @@ class Workers {
   int size() const { return size_; }
 
   void Run(int64_t count, internal::Task task, const void* context) {
+    // Even rounds are open, odd ones closed. Close first: a late worker of the round before must not
+    // read the new count and claim an index of the old round with it.
+    uint32_t round = RoundOf(claim_.load(std::memory_order_relaxed)) + 2;
+    claim_.store(uint64_t{round - 1} << 32, std::memory_order_seq_cst);
     task_.store(task, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     count_.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
-    uint64_t round = (claim_.load(std::memory_order_relaxed) >> 32) + 1;
-    claim_.store(round << 32, std::memory_order_seq_cst);
+    claim_.store(uint64_t{round} << 32, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
@@ -117,15 +120,18 @@ class Workers {
   }
 
  private:
+  // The half that holds the next index is the low one.
+  static uint32_t RoundOf(uint64_t claim) { return static_cast<uint32_t>(claim >> 32); }
+
   // Claims and runs indices of `round` until none is left. A claim succeeds only while the round
   // lasts, and then the job read before it was that round's.
-  void WorkOn(uint64_t round, int thread) {
+  void WorkOn(uint32_t round, int thread) {
     while (true) {
       uint64_t claim = claim_.load(std::memory_order_acquire);
       internal::Task task = task_.load(std::memory_order_relaxed);
       const void* context = context_.load(std::memory_order_relaxed);
       uint32_t index = static_cast<uint32_t>(claim);
-      if (claim >> 32 != round || index >= count_.load(std::memory_order_relaxed)) return;
+      if (RoundOf(claim) != round || index >= count_.load(std::memory_order_relaxed)) return;
       if (!claim_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel)) continue;
       task(context, index, thread);
       done_.fetch_add(1, std::memory_order_release);
@@ -134,29 +140,33 @@ class Workers {
 
   void Serve(int thread) {
     FlushSubnormals();
-    uint64_t seen = 0;
+    uint32_t seen = 0;
     while (true) {
-      uint64_t round = WaitForRoundAfter(seen);
+      uint32_t round = WaitForRoundAfter(seen);
       WorkOn(round, thread);
       seen = round;
     }
   }
 
-  uint64_t WaitForRoundAfter(uint64_t seen) {
+  uint32_t WaitForRoundAfter(uint32_t seen) {
     using Clock = std::chrono::steady_clock;
-    auto round = [this] { return claim_.load(std::memory_order_seq_cst) >> 32; };
+    uint32_t round = seen;
+    auto opened = [&] {
+      round = RoundOf(claim_.load(std::memory_order_seq_cst));
+      return round != seen && round % 2 == 0;
+    };
     auto deadline = Clock::now() + kSpin;
     do {
       for (int i = 0; i < 64; ++i) {
-        if (round() != seen) return round();
+        if (opened()) return round;
         Pause();
       }
     } while (Clock::now() < deadline);
     std::unique_lock<std::mutex> lock(mutex_);
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
-    wake_.wait(lock, [&] { return round() != seen; });
+    wake_.wait(lock, opened);
     sleeping_.fetch_sub(1, std::memory_order_seq_cst);
-    return round();
+    return round;
   }
 
   static constexpr std::chrono::microseconds kSpin{200};
@@ -221,3 +231,17 @@ void* Team::Allocate(size_t bytes) {
 // For native.py, which says which instructions are in use and lets tests force each.
 extern "C" int jaxserve_best_isa() { return static_cast<int>(jaxserve::BestIsa()); }
 extern "C" int jaxserve_num_threads() { return jaxserve::NumThreads(); }
+
+// Runs `rounds` jobs of changing size; returns how many indices did not run exactly once.
+extern "C" int64_t jaxserve_check_threads(int64_t rounds) {
+  constexpr int kMost = 31;
+  int64_t wrong = 0;
+  for (int64_t round = 0; round < rounds; ++round) {
+    int count = static_cast<int>(1 + round * 7919 % kMost);
+    std::atomic<int> runs[kMost] = {};
+    jaxserve::Team team;
+    team.ForEach(count, [&](int64_t i, int) { runs[i].fetch_add(1); });
+    for (int i = 0; i < kMost; ++i) wrong += runs[i].load() != (i < count);
+  }
+  return wrong;
+}

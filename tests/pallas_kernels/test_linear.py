@@ -1,5 +1,6 @@
 """linear: every form of weight against float64, and a row's independence from its mates."""
 
+import ctypes
 import functools
 import shutil
 import sysconfig
@@ -286,6 +287,15 @@ def test_a_wrong_layer_is_an_error():
     weight = api.prepare(np.zeros((2, 32, 32), np.float32), "float32", "cpu")
     with pytest.raises(Exception, match="no such layer"):
         jax.block_until_ready(on_cpu(make_rows(6, 32), weight, jnp.int32(2)))
+
+
+@needs_native
+def test_every_task_runs_once():
+    """Jobs of changing size back to back: a late worker must not take from the wrong one."""
+    library, _ = native.load()
+    library.jaxserve_check_threads.argtypes = [ctypes.c_int64]
+    library.jaxserve_check_threads.restype = ctypes.c_int64
+    assert library.jaxserve_check_threads(300_000) == 0
 
 
 @needs_native
