@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.models.rope import Rope, make_rope
+from jaxserve.models.rope import Rope, make_rope, positive_number
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -35,6 +35,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
 }  # fmt: skip
 _REQUIRED = object()
+MAX_INT = 2**31 - 1
+MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,12 @@ class ModelConfig:
         )
 
 
+def whole_number(value: Any, name: str, *, least: int = 1, most: int = MAX_INT) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} in the config: must be an integer, {least} to {most}")
+    return value
+
+
 class ConfigKeys:
     """A config dict that remembers which keys were taken, to refuse the rest."""
 
@@ -120,17 +128,33 @@ class ConfigKeys:
             return default
         return value
 
-    def take_int(self, name: str, default: Any = _REQUIRED) -> int:
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} in the config: must be an integer from 1")
-        return value
+    def take_int(self, name: str, default: Any = _REQUIRED, **bounds: int) -> int:
+        return whole_number(self.take(name, default), name, **bounds)
+
+    def take_optional_int(self, name: str) -> int | None:
+        return None if self.take(name, None) is None else self.take_int(name)
 
     def take_number(self, name: str, default: Any = _REQUIRED) -> float:
+        return positive_number(self.take(name, default), name)
+
+    def take_optional_number(self, name: str) -> float | None:
+        return None if self.take(name, None) is None else self.take_number(name)
+
+    def take_dict(self, name: str) -> dict[str, Any]:
+        """Empty where the config has none."""
+        value = self.take(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={value!r} in the config: must be an object")
+        return value
+
+    def take_list(self, name: str, default: Sequence[Any], length: int) -> Sequence[Any]:
         value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{name}={value!r} in the config: must be a number")
-        return float(value)
+        if not isinstance(value, (list, tuple)) or len(value) != length:
+            raise ValueError(f"{name}={value!r} in the config: must be a list of {length}")
+        return value
+
+    def take_num_layers(self, default: Any = _REQUIRED) -> int:
+        return self.take_int("num_hidden_layers", default, most=MAX_LAYERS)
 
     def take_bool(self, name: str, default: bool) -> bool:
         value = self.take(name, default)
@@ -170,6 +194,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     if inner is None:
         return dict(config)
+    if not isinstance(inner, dict):
+        raise ValueError("text_config in the config: must be an object")
     shared = ("tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size")
     merged = dict(inner)
     for key in (*shared, "bos_token_id", "eos_token_id", "pad_token_id"):
@@ -188,20 +214,18 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def take_activation(keys: ConfigKeys, default: str | None = None) -> str:
     name = keys.take_same(("hidden_activation", "hidden_act"), default or _REQUIRED)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"unknown activation {name!r}; known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def take_layer_types(keys: ConfigKeys, num_layers: int, default: Sequence[str]) -> tuple[str, ...]:
     """layer_types as today's configs carry it, or what the published keys mean (default)."""
-    types = tuple(keys.take("layer_types", default))
-    unknown = sorted(set(types) - {FULL, SLIDING})
+    types = keys.take_list("layer_types", default, num_layers)
+    unknown = [kind for kind in types if kind not in (FULL, SLIDING)]
     if unknown:
-        raise ValueError(f"unknown layer types {unknown}; known: {FULL}, {SLIDING}")
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types names {len(types)} layers, the model has {num_layers}")
-    return types
+        raise ValueError(f"unknown layer type {unknown[0]!r}; known: {FULL}, {SLIDING}")
+    return tuple(types)
 
 
 def take_rope_parameters(
@@ -214,7 +238,7 @@ def take_rope_parameters(
     """
     top = {"rope_theta": keys.take("rope_theta", None)}
     top["partial_rotary_factor"] = keys.take("partial_rotary_factor", None)
-    scaling, modern = keys.take("rope_scaling", {}), keys.take("rope_parameters", {})
+    scaling, modern = keys.take_dict("rope_scaling"), keys.take_dict("rope_parameters")
     nested = {key: value for key, value in modern.items() if isinstance(value, dict)}
     if nested and len(nested) != len(modern):
         raise ValueError(f"rope_parameters mixes layer types and plain values: {modern}")
@@ -258,7 +282,7 @@ def base_config(
     that of sliding layers. rope_by_type: rope parameters by layer type, by default as
     take_rope_parameters reads them. use_rope: layers that turn. features: more of ModelConfig.
     """
-    num_layers = keys.take_int("num_hidden_layers", defaults.get("num_hidden_layers", _REQUIRED))
+    num_layers = keys.take_num_layers(defaults.get("num_hidden_layers", _REQUIRED))
     hidden_size = keys.take_int("hidden_size", defaults.get("hidden_size", _REQUIRED))
     num_heads = keys.take_int("num_attention_heads", defaults.get("num_attention_heads", _REQUIRED))
     num_kv_heads = keys.take_int(

@@ -20,28 +20,31 @@ TEXT_PART_OF = {"gemma3": "gemma3_text"}
 @functools.cache
 def known() -> tuple[str, ...]:
     """Every model_type there is a family for."""
-    package = importlib.import_module("jaxserve.models")
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return tuple(name for name in names if hasattr(_module(name), "param_specs"))
+    return tuple(name for name in _modules() if hasattr(_import(name), "param_specs"))
 
 
 def find(model_type: str | None) -> types.ModuleType:
     """The family of a model_type; ValueError naming it when there is none."""
-    if not model_type:
+    if not model_type or not isinstance(model_type, str):
         raise ValueError("the config has no model_type")
     name = TEXT_PART_OF.get(model_type, model_type)
-    if name not in known():
+    if name not in _modules() or not hasattr(_import(name), "param_specs"):
         raise ValueError(f"model_type {model_type!r} is not supported; known: {', '.join(known())}")
-    return _module(name)
+    return _import(name)
 
 
 def find_gguf(architecture: str | None) -> types.ModuleType:
     """The family of a GGUF file's general.architecture."""
     for name in known():
-        if architecture in _module(name).GGUF_ARCHITECTURES:
-            return _module(name)
+        if architecture in _import(name).GGUF_ARCHITECTURES:
+            return _import(name)
     raise ValueError(f"GGUF architecture {architecture!r} is not supported")
 
 
-def _module(name: str) -> types.ModuleType:
+def _modules() -> list[str]:
+    package = importlib.import_module("jaxserve.models")
+    return [module.name for module in pkgutil.iter_modules(package.__path__)]
+
+
+def _import(name: str) -> types.ModuleType:
     return importlib.import_module(f"jaxserve.models.{name}")

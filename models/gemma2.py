@@ -15,6 +15,7 @@ from jaxserve.models.config import (
     ModelConfig,
     base_config,
     take_layer_types,
+    whole_number,
 )
 
 HF_NAMES = gemma3_text.HF_NAMES
@@ -32,7 +33,7 @@ DEFAULTS = {
 
 
 def read_config(keys: ConfigKeys) -> ModelConfig:
-    num_layers = keys.take_int("num_hidden_layers")
+    num_layers = keys.take_num_layers()
     pattern = tuple(FULL if index % 2 else SLIDING for index in range(num_layers))
     attention_bias = keys.take_bool("attention_bias", False)
     return base_config(
@@ -40,14 +41,20 @@ def read_config(keys: ConfigKeys) -> ModelConfig:
         model_type="gemma2",
         defaults=DEFAULTS,
         layer_types=take_layer_types(keys, num_layers, pattern),
-        window=keys.take_same(("sliding_window", "sliding_window_size"), 4096),
+        window=_window(keys),
         attention_scale=keys.take_number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=keys.take("attn_logit_softcapping", None),
-        final_soft_cap=keys.take("final_logit_softcapping", None),
+        attention_soft_cap=keys.take_optional_number("attn_logit_softcapping"),
+        final_soft_cap=keys.take_optional_number("final_logit_softcapping"),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         embed_scale=math.sqrt(keys.take_int("hidden_size")),
     )
+
+
+def _window(keys: ConfigKeys) -> int:
+    """Some published files call it sliding_window_size, some say both."""
+    size = keys.take_same(("sliding_window", "sliding_window_size"), 4096)
+    return whole_number(size, "sliding_window")
 
 
 param_specs = gemma3_text.param_specs

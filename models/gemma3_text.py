@@ -17,6 +17,7 @@ from jaxserve.models.config import (
     base_config,
     take_layer_types,
     take_rope_parameters,
+    whole_number,
 )
 
 GEMMA_NORMS_HF = {
@@ -50,8 +51,9 @@ DEFAULTS = {
 
 
 def read_config(keys: ConfigKeys) -> ModelConfig:
-    num_layers = keys.take_int("num_hidden_layers", DEFAULTS["num_hidden_layers"])
-    every = keys.take_same(("sliding_window_pattern", "_sliding_window_pattern"), 6)
+    num_layers = keys.take_num_layers(DEFAULTS["num_hidden_layers"])
+    pattern_keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    every = whole_number(keys.take_same(pattern_keys, 6), pattern_keys[0])
     pattern = tuple(FULL if (index + 1) % every == 0 else SLIDING for index in range(num_layers))
     hidden_size = keys.take_int("hidden_size", DEFAULTS["hidden_size"])
     attention_bias = keys.take_bool("attention_bias", False)
@@ -63,8 +65,8 @@ def read_config(keys: ConfigKeys) -> ModelConfig:
         window=keys.take_int("sliding_window", 4096),
         rope_by_type=_ropes(keys),
         attention_scale=keys.take_number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=keys.take("attn_logit_softcapping", None),
-        final_soft_cap=keys.take("final_logit_softcapping", None),
+        attention_soft_cap=keys.take_optional_number("attn_logit_softcapping"),
+        final_soft_cap=keys.take_optional_number("final_logit_softcapping"),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
@@ -75,7 +77,7 @@ def read_config(keys: ConfigKeys) -> ModelConfig:
 def _ropes(keys: ConfigKeys) -> dict:
     """Local layers have a base of their own, unscaled; a flat rope belongs to the global ones."""
     groups = take_rope_parameters(keys, DEFAULTS["rope_theta"])
-    local = keys.take("rope_local_base_freq", None)
+    local = keys.take_optional_number("rope_local_base_freq")
     if None in groups:
         groups[FULL] = groups.pop(None)
     if SLIDING not in groups:

@@ -22,8 +22,8 @@ DEFAULTS = {
 
 
 def read_config(keys: ConfigKeys) -> ModelConfig:
-    window = keys.take("sliding_window", None)
-    num_layers = keys.take_int("num_hidden_layers")
+    window = keys.take_optional_int("sliding_window")
+    num_layers = keys.take_num_layers()
     return base_config(
         keys,
         model_type="mistral",

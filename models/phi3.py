@@ -33,7 +33,7 @@ DEFAULTS = {
 
 def read_config(keys: ConfigKeys) -> ModelConfig:
     keys.take("original_max_position_embeddings", None)  # longrope's, and idle without it
-    window, num_layers = keys.take("sliding_window", None), keys.take_int("num_hidden_layers")
+    window, num_layers = keys.take_optional_int("sliding_window"), keys.take_num_layers()
     return base_config(
         keys,
         model_type="phi3",

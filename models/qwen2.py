@@ -40,9 +40,10 @@ def take_upper_windows(keys: ConfigKeys) -> tuple[tuple[str, ...], int | None]:
 
     -> (layer types, window). sliding_window may be set while the windows are off.
     """
-    num_layers = keys.take_int("num_hidden_layers")
+    num_layers = keys.take_num_layers()
     used = keys.take_bool("use_sliding_window", False)
-    window, first = keys.take("sliding_window", None), keys.take("max_window_layers", 0)
+    window = keys.take_optional_int("sliding_window")
+    first = keys.take_int("max_window_layers", 0, least=0)
     upper = tuple(SLIDING if used and index >= first else FULL for index in range(num_layers))
     return take_layer_types(keys, num_layers, upper), window if used else None
 

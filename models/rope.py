@@ -58,31 +58,34 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
     """
     given = {key: value for key, value in parameters.items() if value is not None}
     kind = _kind(given)
-    theta = _number(given.pop("rope_theta"), "rope_theta")
-    dim = int(head_dim * _number(given.pop("partial_rotary_factor", 1.0), "partial_rotary_factor"))
+    theta, part = _number(given, "rope_theta"), _number(given, "partial_rotary_factor", 1.0)
+    dim = int(head_dim * part)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ValueError(f"rope turns {dim} of {head_dim} head elements; it must be an even number")
-    unknown = sorted(key for key in given if key not in PARAMETERS[kind] and given[key])
+    allowed = ("rope_theta", "partial_rotary_factor", *PARAMETERS[kind])
+    unknown = sorted(key for key in given if key not in allowed and given[key])
     if unknown:
         raise ValueError(f"rope type {kind!r} has no parameter {', '.join(unknown)}")
     inv_freq = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     if kind == "linear":
-        inv_freq = inv_freq / _number(_need(given, "factor", kind), "factor")
+        inv_freq = inv_freq / _number(given, "factor")
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, given)
     elif kind == "yarn":
         return _yarn(inv_freq, theta, given, max_positions)
     elif kind == "divisors":
-        inv_freq = inv_freq / np.asarray(given["divisors"], np.float64)
+        inv_freq = inv_freq / _divisors(given, len(inv_freq))
     return Rope(tuple(inv_freq.tolist()))
 
 
 def _kind(given: dict[str, Any]) -> str:
     """Takes the type out of the parameters; published files say type, newer ones rope_type."""
-    names = {given.pop(key) for key in ("rope_type", "type") if key in given}
-    if len(names) > 1:
-        raise ValueError(f"rope type and rope_type disagree: {sorted(names)}")
-    kind = names.pop() if names else "default"
+    names = [given.pop(key) for key in ("rope_type", "type") if key in given]
+    if any(name != names[0] for name in names):
+        raise ValueError(f"rope type and rope_type disagree: {names}")
+    kind = names[0] if names else "default"
+    if not isinstance(kind, str):
+        raise ValueError(f"rope_type={kind!r} in the config: must be a name")
     if kind in REFUSED:
         raise ValueError(f"rope type {kind!r} is not supported: {REFUSED[kind]}")
     if kind not in PARAMETERS:
@@ -90,23 +93,29 @@ def _kind(given: dict[str, Any]) -> str:
     return kind
 
 
-def _need(given: Mapping[str, Any], name: str, kind: str) -> Any:
-    if name not in given:
-        raise ValueError(f"rope type {kind!r} needs the parameter {name}")
-    return given[name]
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"rope {name}={value!r}: must be a number above 0")
+def positive_number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+        raise ValueError(f"{name}={value!r} in the config: must be a number above 0")
     return float(value)
+
+
+def _number(given: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A parameter as a number above 0; required unless it has a default."""
+    if given.get(name, default) is None:
+        raise ValueError(f"the rope needs the parameter {name}")
+    return positive_number(given.get(name, default), name)
+
+
+def _divisors(given: Mapping[str, Any], count: int) -> np.ndarray:
+    divisors = given.get("divisors")
+    if not isinstance(divisors, tuple) or len(divisors) != count:
+        raise ValueError(f"rope divisors must be {count} numbers, one for each rotated pair")
+    return np.array([positive_number(value, "a rope divisor") for value in divisors])
 
 
 def _llama3(inv_freq: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
     """Slow frequencies are divided by factor, fast ones kept, those between blended."""
-    factor, low, high, original = (
-        _number(_need(given, name, "llama3"), name) for name in PARAMETERS["llama3"]
-    )
+    factor, low, high, original = (_number(given, name) for name in PARAMETERS["llama3"])
     turns = original * inv_freq / (2 * math.pi)  # within the original context
     if high > low:
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -116,16 +125,19 @@ def _llama3(inv_freq: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
 
 
 def _yarn(inv_freq: np.ndarray, theta: float, given: Mapping[str, Any], max_positions: int) -> Rope:
-    factor = _number(_need(given, "factor", "yarn"), "factor")
-    original = _number(given.get("original_max_position_embeddings", max_positions), "original")
+    """Fast frequencies are kept, slow ones divided by factor, with a linear ramp between."""
+    if theta <= 1:
+        raise ValueError(f"rope_theta={theta}: must be above 1 with rope type 'yarn'")
+    factor = _number(given, "factor")
+    original = _number(given, "original_max_position_embeddings", float(max_positions))
     dim = 2 * len(inv_freq)
 
     def pair_turning(times: float) -> float:
         """Index of the pair that turns so many times within the original context."""
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair_turning(_number(given.get("beta_fast") or 32.0, "beta_fast"))
-    high = pair_turning(_number(given.get("beta_slow") or 1.0, "beta_slow"))
+    low = pair_turning(_number(given, "beta_fast", 32.0))
+    high = pair_turning(_number(given, "beta_slow", 1.0))
     if given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -138,13 +150,13 @@ def _yarn(inv_freq: np.ndarray, theta: float, given: Mapping[str, Any], max_posi
 def _yarn_scale(factor: float, given: Mapping[str, Any]) -> float:
     """YaRN's attention temperature, as a factor on cos and sin."""
     if given.get("attention_factor") is not None:
-        return _number(given["attention_factor"], "attention_factor")
+        return _number(given, "attention_factor")
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
+        return temperature(_number(given, "mscale")) / temperature(_number(given, "mscale_all_dim"))
     return temperature(1.0)
 
 

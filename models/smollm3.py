@@ -21,7 +21,7 @@ DEFAULTS = {
 
 
 def read_config(keys: ConfigKeys) -> ModelConfig:
-    num_layers = keys.take_int("num_hidden_layers")
+    num_layers = keys.take_num_layers()
     if keys.take_bool("use_sliding_window", False):
         raise ValueError("smollm3 with use_sliding_window is not supported")
     layer_types, _ = take_upper_windows(keys)
@@ -41,10 +41,8 @@ def read_config(keys: ConfigKeys) -> ModelConfig:
 def _turning(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
     """Which layers rotate: no_rope_layers has 1 for those that do, whatever its name says."""
     every = keys.take_int("no_rope_layer_interval", 4)
-    marks = keys.take("no_rope_layers", [int((i + 1) % every != 0) for i in range(num_layers)])
-    if len(marks) != num_layers:
-        raise ValueError(f"no_rope_layers names {len(marks)} layers, the model has {num_layers}")
-    return tuple(bool(mark) for mark in marks)
+    usual = [(index + 1) % every != 0 for index in range(num_layers)]
+    return tuple(bool(mark) for mark in keys.take_list("no_rope_layers", usual, num_layers))
 
 
 param_specs = layers.pre_norm_param_specs

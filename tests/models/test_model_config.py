@@ -1,8 +1,7 @@
 """Configs in all their spellings: what is read, what is defaulted, and what stops the load."""
 
 import pytest
-from conftest import DATA
-from tiny_checkpoints import GEMMA3, LLAMA, QWEN2
+from tiny_checkpoints import DATA, GEMMA3, LLAMA, QWEN2
 
 from jaxserve.models import families
 from jaxserve.models.config import text_config
@@ -213,5 +212,57 @@ def test_published_configs_of_other_families_are_refused_by_name(published):
 
 
 def test_carried_configs_parse_without_the_large_references():
-    for folder in (DATA / "models").iterdir():
+    for folder in DATA.iterdir():
         assert read_config(read_json(folder / "config.json"))[1].num_layers in (4, 6)
+
+
+# ---- values of any kind -------------------------------------------------------------------------
+
+ODD = [
+    "x", [], {}, -1, 0, 1.5, True, False, [1], ["x"], {"a": 1}, float("inf"), float("nan"), 10**30,
+    [[]], {"full_attention": {"rope_theta": "x"}},
+]  # fmt: skip
+SETTINGS = [
+    *LLAMA,
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "text_config",
+    "sliding_window",
+]
+SETTINGS += ["use_sliding_window", "max_window_layers", "partial_rotary_factor", "no_rope_layers"]
+SETTINGS += ["rope_local_base_freq", "sliding_window_pattern", "query_pre_attn_scalar"]
+SETTINGS += ["attn_logit_softcapping", "logits_scaling", "embedding_multiplier"]
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+    "attention_factor": None, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+
+
+def read_or_refuse(config):
+    """A config is read into something hashable or refused by ValueError; nothing else happens."""
+    try:
+        hash(read_config(config)[1])
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", families.known())
+def test_odd_values_are_read_or_refused(family):
+    plain = LLAMA | {"model_type": family}
+    accepted = [
+        (setting, value)
+        for setting in SETTINGS
+        for value in ODD
+        if read_or_refuse(plain | {setting: value})
+    ]
+    assert read_or_refuse(plain)
+    assert not [pair for pair in accepted if pair[0] in ("hidden_size", "vocab_size", "model_type")]
+
+
+@pytest.mark.parametrize("parameter", YARN)
+def test_odd_rope_values_are_read_or_refused(parameter):
+    for value in ODD:
+        read_or_refuse(LLAMA | {"rope_theta": None, "rope_parameters": YARN | {parameter: value}})

@@ -8,8 +8,8 @@ import json
 
 import numpy as np
 import pytest
-from conftest import DATA
 from model_runs import Row, greedy
+from tiny_checkpoints import DATA
 
 from jaxserve import models
 from jaxserve.models.config import Backend
@@ -27,7 +27,7 @@ CHUNK = {"short": 3, "crossing": 64, "medium": 33, "long": 64}
 
 def folder_of(name, request):
     if name in CARRIED:
-        return DATA / "models" / name
+        return DATA / name
     return request.getfixturevalue("shared") / "goldens" / "tiny" / name
 
 
@@ -85,12 +85,12 @@ def test_both_spellings_of_a_config_mean_the_same_model(name, request):
 
 
 def test_end_tokens_come_from_every_file(loaded):
-    folder = DATA / "models" / "llama_llama3"
+    folder = DATA / "llama_llama3"
     assert load(loaded, folder, False).eos_ids == {2, 5, 6}
 
 
 def test_dynamic_rope_is_refused_by_name(tmp_path):
-    config = json.loads((DATA / "models" / "llama_llama3" / "config.json").read_text())
+    config = json.loads((DATA / "llama_llama3" / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="dynamic"):

@@ -1,6 +1,7 @@
 """Writes small random checkpoints: a folder as Hugging Face lays it out, or a GGUF file."""
 
 import json
+import pathlib
 
 import gguf
 import numpy as np
@@ -8,6 +9,8 @@ import safetensors.numpy
 
 from jaxserve.models.loaders.checkpoint import read_config
 from jaxserve.models.spec import walk
+
+DATA = pathlib.Path(__file__).resolve().parent.parent / "data" / "models"
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
