@@ -30,7 +30,8 @@ WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
     "school", "state", "family", "🙂", "žluť",
 )  # fmt: skip
-SAMPLE_S = 5.0
+SAMPLE_S = 5.0  # between readings of memory
+IDLE_S = 10.0  # after the last answer, how long pages may stay taken
 RUBBISH = (
     b"", b"{", b"[" * 5000, b'{"prompt": NaN}', b'{"prompt": [-1]}', b'{"prompt": "a", "n": 0}',
     b'{"prompt": ["a"], "temperature": "hot"}', b'{"prompt": "a", "logprobs": 99}', b"\xff\xfe",
@@ -166,13 +167,17 @@ async def watch_memory(client, books: Books) -> None:
 
 async def until_idle(client, books: Books) -> dict[str, float]:
     """Metrics once nothing runs; a fault when pages stay taken."""
-    for _ in range(100):
+    end = time.monotonic() + IDLE_S
+    while time.monotonic() < end:
         metrics = await metrics_of(client)
         busy = metrics["num_requests_running"] + metrics["num_requests_waiting"]
         if not busy and metrics["kv_pages_free"] == metrics["kv_pages_total"]:
             return metrics
         await asyncio.sleep(0.1)
-    books.fault(f"not idle after 10 s: {busy:.0f} requests, {metrics['kv_pages_free']:.0f} pages")
+    free, total = metrics["kv_pages_free"], metrics["kv_pages_total"]
+    books.fault(
+        f"not idle after {IDLE_S:g} s: {busy:.0f} requests, {free:.0f} of {total:.0f} pages"
+    )
     return metrics
 
 

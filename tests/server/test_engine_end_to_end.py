@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from conftest import http, serving
@@ -19,11 +21,11 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim.fake_runner import FakeRunner, expected_output
-from jaxserve.types import Request, SamplingParams
+from jaxserve.types import MAX_LOGPROBS, Request, SamplingParams
 
 
 class SlowRunner(FakeRunner):
-    """pause: seconds a step takes. fault: raised by the next step."""
+    """pause: seconds a step takes. fault: raised by the next step. All tokens score -1."""
 
     compilations = 0
     pause = 0.0
@@ -34,7 +36,15 @@ class SlowRunner(FakeRunner):
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        return super().fetch(pending)
+        result = super().fetch(pending)
+        top_ids_SK = (result.token_S[:, None] + np.arange(MAX_LOGPROBS, dtype=np.int32)) % VOCAB
+        top_logprobs_SK = np.broadcast_to(-np.arange(1.0, 1 + MAX_LOGPROBS), top_ids_SK.shape)
+        return dataclasses.replace(
+            result,
+            logprob_S=np.full(len(result.token_S), -1.0, np.float32),
+            top_ids_SK=top_ids_SK,
+            top_logprobs_SK=top_logprobs_SK,
+        )
 
 
 @contextlib.contextmanager
