@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import pathlib
 import pstats
 import statistics
 import time
@@ -18,6 +19,7 @@ import time
 import numpy as np
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.obs.decision_log import RecordingScheduler
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import Request, SamplingParams, StepResult
@@ -89,8 +91,11 @@ def main():
     parser.add_argument("--max_model_len", type=int, default=8192)
     parser.add_argument("--policy", default="fcfs")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--log", help="write the decision log to this file meanwhile")
     args = parser.parse_args()
     scheduler = loaded_scheduler(args)
+    if args.log:
+        scheduler = RecordingScheduler(scheduler, pathlib.Path(args.log))
     print(f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, {args.policy}")
     measure(scheduler, 50)
     gc.collect()

@@ -26,7 +26,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.sim.cost_model import CostModel, features
+from jaxserve.sim.cost_model import PARTS, CostModel, features
 from jaxserve.types import (
     FinishReason,
     PromptScores,
@@ -338,3 +338,28 @@ def calibrate(path: pathlib.Path) -> CostModel:
     model = manifest["manifest"].get("model", "an unnamed model")
     source = f"{len(seconds)} steps of {model}"
     return CostModel.fit(np.array(parts).reshape(-1, 5), np.array(seconds), source)
+
+
+# Verbs of the command line; each returns the exit status.
+
+
+def run_replay(log: pathlib.Path, *, speed: float = 0.0, out=print) -> int:
+    """`jaxserve replay LOG`: 0 when every plan came out the same, 1 otherwise."""
+    result = replay(log, speed=speed)
+    if result.differs is None:
+        out(f"{result.plans} plans made again, byte for byte the same")
+        return 0
+    out(f"{result.plans} plans the same; step {result.differs} differs")
+    out(f"recorded: {result.recorded.strip()}")
+    out(f"replayed: {result.replayed.strip()}")
+    return 1
+
+
+def run_calibrate(log: pathlib.Path, *, cost_model: pathlib.Path, out=print) -> int:
+    """`jaxserve calibrate LOG --cost_model=FILE`: writes what `jaxserve simulate` reads."""
+    model = calibrate(log)
+    model.save(pathlib.Path(cost_model))
+    for part, price in zip(PARTS, model.price):
+        out(f"{part:>9}: {price:.3g} s")
+    out(f"{model.steps} steps, mean error {model.error:.1%}; written to {cost_model}")
+    return 0

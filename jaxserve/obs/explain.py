@@ -222,3 +222,10 @@ def explain(path: pathlib.Path, request_id: str) -> list[str]:
     if story.request is None:
         raise ValueError(f"{path} knows no request {request_id!r}")
     return story.sentences
+
+
+def run(log: pathlib.Path, *, request: str, out=print) -> int:
+    """`jaxserve explain LOG --request=ID`."""
+    for sentence in explain(log, request):
+        out(sentence)
+    return 0

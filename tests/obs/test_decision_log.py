@@ -7,13 +7,22 @@ import stat
 import numpy as np
 import orjson
 import pytest
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.obs.decision_log import RecordingScheduler, calibrate, plan_record, read, replay
+from jaxserve.obs.decision_log import (
+    RecordingScheduler,
+    calibrate,
+    plan_record,
+    read,
+    replay,
+    run_calibrate,
+    run_replay,
+)
 from jaxserve.obs.explain import explain
+from jaxserve.obs.explain import run as run_explain
 from jaxserve.sim.cost_model import PARTS, CostModel
 from jaxserve.types import FinishReason, RequestRefused
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 
 def prompt_of(length, first=10):
@@ -148,6 +157,17 @@ def test_explain_tells_a_life(tmp_path):
     assert "because every slot is taken" in last or "was ahead" in last or "too few pages" in last
     with pytest.raises(ValueError, match="knows no request 'nobody'"):
         explain(tmp_path / "log", "nobody")
+
+
+def test_the_verbs(tmp_path):
+    recorded_run(tmp_path / "log")
+    lines = []
+    assert run_replay(tmp_path / "log", out=lines.append) == 0
+    assert run_calibrate(tmp_path / "log", cost_model=tmp_path / "cost", out=lines.append) == 0
+    assert run_explain(tmp_path / "log", request="r0", out=lines.append) == 0
+    text = "\n".join(lines)
+    assert "byte for byte the same" in text and "steps, mean error" in text and "Arrived" in text
+    assert CostModel.load(tmp_path / "cost").steps > 100
 
 
 def test_explain_tells_of_a_refusal(tmp_path):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.budget import MIN_CHUNK, ChunkBudget, oldest_first, share_prefill
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.fairness import MAX_IDLE_TENANTS, ServiceLedger
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 MOST_INPUT = 30
 LIMITS = dict(num_slots=4, num_pages=21, token_budget=12, prefix_caching=False, max_queued=10_000)

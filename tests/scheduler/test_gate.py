@@ -1,11 +1,11 @@
 """Refusals that say when to come back."""
 
 import pytest
-from scheduler_driver import Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.gate import MAX_RETRY_S, MIN_RETRY_S, Rate
 from jaxserve.types import RequestRefused
+from tests.scheduler_driver import Driver, small_limits
 
 
 def test_rate_of_a_steady_stream():

@@ -1,11 +1,11 @@
 """Each early sign, its action and its way back, with a clock in hand."""
 
 import pytest
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.guard import LOWER_S, RAISE_S, Action, Guard
 from jaxserve.types import RequestRefused
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 OFF = dict(guard_preemptions_per_min=None)
 CALM = dict(

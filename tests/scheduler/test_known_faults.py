@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.types import FinishReason, RequestRefused
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 
 def prompt_of(length, first=10):

@@ -1,13 +1,13 @@
 """Who goes first, who gives way, and that it never changes what anyone gets."""
 
 import pytest
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.policy import POLICIES
 from jaxserve.scheduler.queue import FairQueue, WaitingQueue
 from jaxserve.types import FinishReason, Request, Sequence
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 
 def prompt_of(length, first=10):

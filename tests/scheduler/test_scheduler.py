@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from scheduler_driver import EOS, VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.scheduler.plan import ON_DEVICE
 from jaxserve.sim.fake_runner import expected_output
 from jaxserve.types import FinishReason, PromptScores, Request, RequestRefused, StepResult
+from tests.scheduler_driver import EOS, VOCAB_SIZE, Driver, small_limits
 
 
 def prompt_of(length, first=10):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.types import FinishReason, RequestRefused
+from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 POLICIES = ("fcfs", "priority", "deadline", "vtc")
 
