@@ -1,6 +1,7 @@
 """Metrics, the load line, and what errors and logs must never tell."""
 
 import logging
+import pathlib
 import re
 
 import pytest
@@ -136,3 +137,13 @@ def test_a_fault_of_ours_is_a_500_with_an_id(client, engine, caplog, monkeypatch
 def test_every_answer_has_a_request_id(client, path):
     answers = [client.get(path), client.get(path)]
     assert len({answer.headers["x-request-id"] for answer in answers}) == 2
+
+
+def test_the_grafana_dashboard_asks_for_series_that_exist(client):
+    client.complete(prompt="a", max_tokens=3)
+    known = {name for name, _ in scrape(client)}
+    text = (pathlib.Path(__file__).resolve().parents[2] / "configs" / "grafana.json").read_text()
+    asked = set(re.findall(r"jaxserve:\w+", text))
+    labelled = {"jaxserve:step_seconds_bucket"}  # a series for each kind of step, once seen
+    engine_only = {"jaxserve:computed_tokens_total", "jaxserve:compilations_total"}
+    assert len(asked) > 15 and asked - labelled - engine_only <= known
