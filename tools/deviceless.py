@@ -279,7 +279,8 @@ def main(argv=None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
-        os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
+        if not args.step:  # the texts of a whole step take longer to write than it to compile
+            os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
         try:
             target = describe(args.topology)
             began = time.monotonic()

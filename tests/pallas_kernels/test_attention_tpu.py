@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention import kv, shapes, tpu
 
+pytestmark = pytest.mark.slow
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 # Blocks of 128: the second row has two whole blocks and a part, the third a chunk in two tiles.
 ROWS = shapes.BatchShape("rows", ((1, 33), (1, 300), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)

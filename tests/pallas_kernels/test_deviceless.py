@@ -36,6 +36,7 @@ def compile_here(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "shape", "page_size"),
     [
@@ -55,6 +56,7 @@ def test_compiles(topology, shape, page_size):
 
 
 @TPU
+@pytest.mark.slow
 def test_a_whole_step_updates_the_cache_in_place():
     compile_here("--topology=v6e", "--step", "--config=smollm2-135m-cpu", "--page_size=16")
 
