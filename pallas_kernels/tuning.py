@@ -16,10 +16,10 @@ _FOLDER = pathlib.Path(__file__).parent / "tuned"
 
 
 def device_kind() -> str:
-    """Name of the device that is compiled for, as the folder of its data: "tpu-v6-lite"."""
+    """Name of the device that is compiled for, as the folder of its data: "tpu_v6_lite"."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = (described or jax.devices()[0]).device_kind
-    return kind.lower().replace(" ", "-")
+    return kind.lower().replace(" ", "_").replace("-", "_")
 
 
 def lookup(op: str, key: str, kind: str | None = None) -> dict | None:

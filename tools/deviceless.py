@@ -187,7 +187,7 @@ def compile_step(target: Target, args):
     spec = StepSpec(family, config, target.backend, config.vocab_size)
 
     def step(params, state, vector):
-        return device_step(params, state, wire.unpack(vector), spec)
+        return device_step(params, state, wire.unpack(vector), None, spec)  # greedy: no masks
 
     params = _abstract_params(family.param_specs(config))
     vector = jax.ShapeDtypeStruct(wire.shape, np.int32)

@@ -1,0 +1,109 @@
+"""Block sizes, set layouts and tables of the TPU kernel: what must hold before it compiles."""
+
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxserve.pallas_kernels
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes, tables, tpu, tpu_sizes
+
+TUNED = pathlib.Path(jaxserve.pallas_kernels.__file__).parent / "tuned"
+by_name = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: shape.name)
+
+
+@by_name
+@pytest.mark.parametrize("tile_tokens", [1, 32])
+def test_sets_cover_every_head_once_at_aligned_lanes(shape, tile_tokens):
+    heads = tpu.choose_set(shape.H, shape.J, shape.E, tile_tokens)
+    k_lanes, v_lanes, lanes, k_offset, v_offset = tpu.set_windows(shape.J, shape.E, heads)
+    assert shape.J % heads == 0 and lanes % 128 == 0
+    for s, (k, v) in enumerate(zip(k_lanes, v_lanes)):
+        assert k % 128 == 0 and v % 128 == 0
+        assert k + k_offset == s * heads * shape.E
+        assert v + v_offset == (shape.J + s * heads) * shape.E
+        assert v + lanes <= shapes.kv.tpu_lanes(shape.J, shape.E)
+    assert len(k_lanes) * heads == shape.J
+
+
+@by_name
+def test_spread_and_gather_are_inverse(shape):
+    """A head's value, put at its own lanes, comes back; the other lanes of its row are not read."""
+    heads = tpu.choose_set(shape.H, shape.J, shape.E, 1)
+    _, _, lanes, offset, _ = tpu.set_windows(shape.J, shape.E, heads)
+    q = np.random.default_rng(0).standard_normal((3, 2, shape.H, shape.E), np.float32)
+    spread = tpu.spread_queries(jnp.asarray(q), shape.J, heads, lanes, offset)
+    noise = jnp.where(spread == 0, jnp.nan, spread)
+    back = tpu.gather_values(noise, 2, heads, offset, shape.E)
+    np.testing.assert_array_equal(np.asarray(back), q)
+
+
+@by_name
+@pytest.mark.parametrize("page_size", [16, 128, 256])
+def test_blocks_are_whole_pages_and_registers(shape, page_size):
+    spec = api.KVSpec(1, shape.J, shape.E, page_size, jnp.bfloat16)
+    pages = api.kv_page_specs(spec, 8, "tpu").data
+    count, _ = tpu_sizes.choose(
+        None, pages, rows=16, sets=4, lanes=256, tile_tokens=1, key="no such key"
+    )
+    tokens = count * page_size
+    assert tokens % math.lcm(page_size, 128) == 0
+    assert 2 * tokens * pages.shape[-1] * 2 <= tpu_sizes.VMEM_BYTES
+
+
+def test_tables_that_scalar_memory_cannot_hold_are_refused():
+    big = jax.ShapeDtypeStruct((64, 8192), jnp.int32)
+    few = jax.ShapeDtypeStruct((64,), jnp.int32)
+    tiles = tables.Tiles(1, few, few, few, jax.ShapeDtypeStruct((5, 64), jnp.int32), few)
+    with pytest.raises(ValueError, match="larger pages or fewer slots"):
+        tpu_sizes.check_scalars(big, tiles)
+
+
+def test_tiles_of_a_mixed_step():
+    """Worked by hand: tiles of 4 tokens, groups of 16, pages of 16."""
+    batch = api.RaggedBatch(
+        jnp.asarray([[3, 0, 0], [5, 6, 7], [9, 8, 0]], jnp.int32),
+        jnp.asarray([10, 37, 20], jnp.int32),
+        jnp.asarray([0, 1, 7, 9], jnp.int32),  # one decode row, chunks of 6 and 2
+        jnp.asarray([3], jnp.int32),
+        jnp.asarray([1], jnp.int32),
+    )
+    tiles, tokens_it, tile_T, place_T = tables.mixed_tiles(batch, 10, 4, 16, 16)
+    assert tiles.counts.tolist() == [3, 3]
+    assert tiles.row_i[:3].tolist() == [1, 1, 2]
+    assert tiles.first_i[:3].tolist() == [31, 35, 18]
+    assert tiles.end_i[:3].tolist() == [35, 37, 20]
+    assert tokens_it[:3].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [7, 8, 9, 9]]
+    assert tile_T[1:9].tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert place_T[1:9].tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    # Row 1 writes positions 31 to 36: the last slot of page 6, and the first five of page 7.
+    # Tokens are counted with the 16 spare ones before them: slot 0 of page 6 would be token -14.
+    assert tiles.group_5n[:, 0].tolist() == [6, 0, 1 - 15 + 16, 15, 16]
+    assert tiles.group_5n[:, 1].tolist() == [7, 0, 2 + 16, 0, 5]
+    assert tiles.group_5n[:, 2].tolist() == [8, 0, 7 - 2 + 16, 2, 4]
+
+
+def test_tuned_data_names_known_parameters_and_its_measurement():
+    files = list(TUNED.glob("*/ragged_paged_attention.json"))
+    assert files
+    for file in files:
+        for key, entry in json.loads(file.read_text()).items():
+            heads, _, page, dtype, kind = key.split(" ")
+            assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
+            assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
+            assert entry["measured"]["bundles_per_token"] > 0
+            assert jnp.dtype(dtype) == jnp.bfloat16
+            assert (
+                tuning.lookup("ragged_paged_attention", key, file.parent.name)
+                == entry["parameters"]
+            )
+
+
+def test_a_miss_is_none():
+    assert tuning.lookup("ragged_paged_attention", "no such key", "tpu_v6_lite") is None
+    assert tuning.lookup("no_such_op", "key", "no_such_device") is None
