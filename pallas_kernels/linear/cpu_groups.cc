@@ -3,6 +3,8 @@
 
 #include "cpu_groups.h"
 
+#include <vector>
+
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve::groups {
@@ -13,31 +15,65 @@ namespace ffi = xla::ffi;
 constexpr int kLargest = 32512;           // 127 * 256: the high byte of a rounded x stays in int8
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in cache while panels pass: half an L2
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
+constexpr float kPeaks = 2.0f;            // see PeaksOp; rows of normal numbers have about 0.2
 constexpr int64_t kAmxFromRows = 4;       // fewer rows are faster without tiles
 
-// Rounds one row's block of 32. The largest value maps to kLargest; a row with NaN or infinity gets
-// the scale NaN, so that its outputs are NaN and no other row's are.
-JAXSERVE_INLINE void RoundBlock(const float* x, bool split, int zero, const Rounded& to,
-                                int64_t tile, int64_t block, int64_t row) {
-  int32_t peak_bits = 0;
+struct RoundJob {
+  const float* x;  // [T, D]
+  int64_t T, D;
+  const int32_t* remainders;  // the rows that go through twice
+  int64_t num_remainders;
+  bool split;  // high and low bytes apart
+  int zero;
+  Rounded to;
+};
+
+// A block's largest magnitude, as bits: they order like the magnitudes, infinity and NaN on top.
+JAXSERVE_INLINE int32_t PeakBits(const float* x) {
+  int32_t peak = 0;
   for (int k = 0; k < kBlock; ++k) {
     int32_t bits;
-    std::memcpy(&bits, x + k, 4);
-    peak_bits = std::max(peak_bits, bits & 0x7fffffff);  // orders like the magnitudes; NaN on top
+    std::memcpy(&bits, x + k, sizeof(bits));
+    peak = std::max(peak, bits & 0x7fffffff);
   }
+  return peak;
+}
+
+// The step of a block's rounding: kLargest steps are the largest value. 0 where all is 0 (or below
+// 1e-30, where the quotient would overflow), NaN where that value is infinite or NaN: its row's
+// outputs are NaN then, and no other row's.
+JAXSERVE_INLINE float StepOf(const float* x) {
+  int32_t bits = PeakBits(x);
   float peak;
-  std::memcpy(&peak, &peak_bits, 4);
-  bool finite = peak_bits < 0x7f800000;
-  // Below 1e-30 the quotient would overflow, and nothing is left to say.
-  float inverse = finite && peak > 1e-30f ? kLargest / peak : 0.0f;
-  float scale = finite ? peak / kLargest : std::nanf("");
-  int32_t q[kBlock];
+  std::memcpy(&peak, &bits, sizeof(peak));
+  if (bits >= 0x7f800000) return std::nanf("");
+  return peak > 1e-30f ? peak / kLargest : 0.0f;
+}
+
+JAXSERVE_INLINE void RoundValues(const float* x, float step, int32_t* q) {
+  float inverse = step > 0 ? 1.0f / step : 0.0f;  // of NaN: 0
   for (int k = 0; k < kBlock; ++k) {
-    q[k] = finite ? static_cast<int32_t>(std::nearbyint(x[k] * inverse)) : 0;
+    float value = step > 0 ? x[k] * inverse : 0.0f;
+    q[k] = static_cast<int32_t>(std::nearbyint(value));
+  }
+}
+
+// Rounds one block of a row, or what its first rounding left over.
+JAXSERVE_INLINE void RoundBlock(const float* x, bool remainder, const RoundJob& job, int64_t tile,
+                                int64_t block, int64_t row) {
+  const Rounded& to = job.to;
+  float step = StepOf(x);
+  int32_t q[kBlock];
+  RoundValues(x, step, q);
+  if (remainder) {
+    float left[kBlock];
+    for (int k = 0; k < kBlock; ++k) left[k] = step > 0 ? x[k] - q[k] * step : 0.0f;
+    step = StepOf(left);
+    RoundValues(left, step, q);
   }
   int64_t at = to.At(tile, block);
   int8_t* values = to.values + at * 64;
-  if (split) {
+  if (job.split) {
     int8_t* high = values + row * kBlock;
     int8_t* low = high + to.rows * kBlock;
     for (int k = 0; k < kBlock; ++k) {
@@ -49,40 +85,61 @@ JAXSERVE_INLINE void RoundBlock(const float* x, bool split, int zero, const Roun
     int16_t* whole = reinterpret_cast<int16_t*>(values) + row * kBlock;
     for (int k = 0; k < kBlock; ++k) whole[k] = static_cast<int16_t>(q[k]);
   }
-  to.scale[at + row] = scale;
+  to.scale[at + row] = step;
   int length = kBlock / to.parts;
   for (int part = 0; part < to.parts; ++part) {
     int32_t sum = 0;
     for (int k = 0; k < length; ++k) sum += q[part * length + k];
-    to.sum[at * to.parts + part * to.rows + row] = scale * static_cast<float>(sum);
-    to.start[at * to.parts + part * to.rows + row] = -zero * sum;
+    to.sum[at * to.parts + part * to.rows + row] = step * static_cast<float>(sum);
+    to.start[at * to.parts + part * to.rows + row] = -job.zero * sum;
   }
 }
 
-struct RoundJob {
-  const float* x;  // [T, D]
-  int64_t T, D;
-  bool split;
-  int zero;
-  Rounded to;
-};
-
-JAXSERVE_INLINE void RoundTile(const RoundJob& job, int64_t tile) {
-  for (int64_t r = 0; r < job.to.rows; ++r) {
-    static const float kZeros[kBlock] = {};
-    int64_t row = tile * job.to.rows + r;
-    for (int64_t b = 0; b < job.to.blocks; ++b) {
-      const float* x = row < job.T ? job.x + row * job.D + b * kBlock : kZeros;
-      RoundBlock(x, job.split, job.zero, job.to, tile, b, r);
+struct RoundOp {
+  using Signature = void(const RoundJob& job, int64_t tile);
+  template <Isa>
+  static JAXSERVE_INLINE void Run(const RoundJob& job, int64_t tile) {
+    for (int64_t r = 0; r < job.to.rows; ++r) {
+      static const float kZeros[kBlock] = {};
+      int64_t row = tile * job.to.rows + r, again = row - job.T;
+      int64_t source = again < 0 ? row : again < job.num_remainders ? job.remainders[again] : -1;
+      for (int64_t b = 0; b < job.to.blocks; ++b) {
+        const float* x = source < 0 ? kZeros : job.x + source * job.D + b * kBlock;
+        RoundBlock(x, again >= 0, job, tile, b, r);
+      }
     }
   }
-}
+};
 
-void RoundPlain(const RoundJob& job, int64_t tile) { RoundTile(job, tile); }
-#if JAXSERVE_X86
-JAXSERVE_AVX2 void RoundAvx2(const RoundJob& job, int64_t tile) { RoundTile(job, tile); }
-JAXSERVE_AVX512 void RoundAvx512(const RoundJob& job, int64_t tile) { RoundTile(job, tile); }
-#endif
+// Marks the rows whose rounding would drown most of their inputs: where the blocks' largest values
+// together have more energy than kPeaks times all the others.
+struct PeaksOp {
+  using Signature = void(const float* x, int64_t rows, int64_t D, int8_t* marks);
+  template <Isa>
+  static JAXSERVE_INLINE void Run(const float* x, int64_t rows, int64_t D, int8_t* marks) {
+    for (int64_t row = 0; row < rows; ++row, x += D) {
+      Lanes squares = {};
+      float peaks = 0;
+      for (int64_t at = 0; at < D; at += kBlock) {
+        int32_t bits = PeakBits(x + at);
+        float peak;
+        std::memcpy(&peak, &bits, sizeof(peak));
+        peaks += peak * peak;
+        for (int half = 0; half < kBlock; half += kPanel) {
+          Lanes v;
+          std::memcpy(&v, x + at + half, sizeof(v));
+          squares += v * v;
+        }
+      }
+      float energy = 0;
+      for (int i = 0; i < kPanel; ++i) energy += squares[i];
+      marks[row] = peaks > kPeaks * (energy - peaks);
+    }
+  }
+};
+
+template <typename Op>
+using Entry = PerIsa<Op, typename Op::Signature>;
 
 // ---- plain and AVX2 ----------------------------------------------------------------------------
 
@@ -178,8 +235,8 @@ struct Avx2Dot {
 };
 #endif
 
-template <typename Isa>
-JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, float* y, const Region& region) {
+template <typename Dots>
+JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, const Output& y, const Region& region) {
   int quads = kBlock / 4 / w.parts;
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
     for (int64_t tile = region.tile0; tile < region.tile1; ++tile) {
@@ -193,11 +250,11 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, float* y, const
         int64_t at = x.At(tile, b);
         auto values = reinterpret_cast<const int16_t*>(x.values + at * 64);
         for (int part = 0; part < w.parts; ++part) {
-          Lanes ws = Isa::Floats(w, scale), wo = {};
-          if (offset != nullptr) wo = Isa::Floats(w, offset);
+          Lanes ws = Dots::Floats(w, scale), wo = {};
+          if (offset != nullptr) wo = Dots::Floats(w, offset);
           const float* sums = x.sum + at * w.parts + part * x.rows;
           for (int64_t r = 0; r < x.rows; ++r) {
-            IntLanes dot = Isa::Dot(block + part * quads * kPanel * 4,
+            IntLanes dot = Dots::Dot(block + part * quads * kPanel * 4,
                                     values + r * kBlock + part * quads * 4, quads);
             total[r] += __builtin_convertvector(dot, Lanes) * x.scale[at + r] * ws;
             if (offset != nullptr) total[r] += wo * sums[r];
@@ -215,34 +272,50 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, float* y, const
 
 struct Choice {
   Kernel kernel;
-  void (*round)(const RoundJob&, int64_t);
-  bool split;      // high and low bytes apart
+  bool split;
   int64_t multiple;  // tile rows are a multiple of this
 };
 
-Choice Choose(jaxserve::Isa isa, int64_t rows) {
+Choice Choose(Isa isa, int64_t rows) {
 #if JAXSERVE_X86
-  if (isa == jaxserve::Isa::kAmx && rows >= kAmxFromRows) return {Amx, RoundAvx512, true, 4};
-  if (isa >= jaxserve::Isa::kAvx512) return {Avx512, RoundAvx512, true, 1};
-  if (isa == jaxserve::Isa::kAvx2) return {Avx2, RoundAvx2, false, 1};
+  if (isa == Isa::kAmx && rows >= kAmxFromRows) return {Amx, true, 4};
+  if (isa >= Isa::kAvx512) return {Avx512, true, 1};
+  if (isa == Isa::kAvx2) return {Avx2, false, 1};
 #endif
-  return {Plain, RoundPlain, false, 1};
+  return {Plain, false, 1};
 }
 
-void Linear(const Weight& w, const float* x, float* y, jaxserve::Isa isa) {
-  Choice choice = Choose(isa, w.T);
-  int64_t rows = CeilDiv(w.T, CeilDiv(w.T, kMaxRows));  // tiles of about the same height
-  rows = CeilDiv(rows, choice.multiple) * choice.multiple;
-  int64_t tiles = CeilDiv(w.T, rows), panels = CeilDiv(w.F, kPanel);
-
+void Linear(const Weight& w, const float* x, float* y, Isa isa) {
   Team team;
+  std::vector<int8_t> marks(w.T);
+  auto peaks = Entry<PeaksOp>::For(isa);
+  team.ForEach(CeilDiv(w.T, kMaxRows), [&](int64_t task, int) {
+    int64_t row = task * kMaxRows;
+    peaks(x + row * w.D, std::min<int64_t>(kMaxRows, w.T - row), w.D, marks.data() + row);
+  });
+  std::vector<int32_t> remainders;
+  for (int64_t row = 0; row < w.T; ++row) {
+    if (marks[row]) remainders.push_back(static_cast<int32_t>(row));
+  }
+  int64_t again = static_cast<int64_t>(remainders.size()), T = w.T + again;
+
+  Choice choice = Choose(isa, T);
+  int64_t rows = CeilDiv(T, CeilDiv(T, kMaxRows));  // tiles of about the same height
+  rows = CeilDiv(rows, choice.multiple) * choice.multiple;
+  int64_t tiles = CeilDiv(T, rows), panels = CeilDiv(w.F, kPanel);
+
   size_t rounded_bytes = Rounded::Bytes(tiles, rows, w.blocks(), w.parts);
+  size_t more_bytes = Align64(again * w.F * sizeof(float));
   size_t thread_bytes = Align64(w.D * kPanel);  // one panel's codes, expanded
-  char* memory = team.Scratch<char>(rounded_bytes + thread_bytes * NumThreads());
+  char* memory = team.Scratch<char>(rounded_bytes + more_bytes + thread_bytes * NumThreads());
+  char* expanded = memory + rounded_bytes + more_bytes;
+  Output out{y, reinterpret_cast<float*>(memory + rounded_bytes), w.T, again};
   // AVX-512 multiplies unsigned codes: signed ones are read as code + 128.
   int zero = w.bits == 8 ? 128 : w.zero;
-  RoundJob job{x, w.T, w.D, choice.split, zero, Rounded(memory, tiles, rows, w.blocks(), w.parts)};
-  team.ForEach(tiles, [&](int64_t tile, int) { choice.round(job, tile); });
+  RoundJob job{x, w.T, w.D, remainders.data(), again, choice.split, zero,
+               Rounded(memory, tiles, rows, w.blocks(), w.parts)};
+  auto round = Entry<RoundOp>::For(isa);
+  team.ForEach(tiles, [&](int64_t tile, int) { round(job, tile); });
 
   int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * 2), 1, tiles);
   int64_t row_tasks = CeilDiv(tiles, task_tiles);
@@ -253,9 +326,12 @@ void Linear(const Weight& w, const float* x, float* y, jaxserve::Isa isa) {
     int64_t tile = task / across * task_tiles, panel = task % across * task_panels;
     Region region{tile, std::min(tile + task_tiles, tiles), panel,
                   std::min(panel + task_panels, panels)};
-    auto scratch = reinterpret_cast<int8_t*>(memory + rounded_bytes + thread * thread_bytes);
-    choice.kernel(w, job.to, y, region, scratch);
+    choice.kernel(w, job.to, out, region, reinterpret_cast<int8_t*>(expanded + thread * thread_bytes));
   });
+  for (int64_t i = 0; i < again; ++i) {
+    float* row = y + remainders[i] * w.F;
+    for (int64_t f = 0; f < w.F; ++f) row[f] += out.more[i * w.F + f];
+  }
 }
 
 // x [T, D]; codes, scale, offset (empty: none) with a leading layer axis, see Weight; layer [].
@@ -286,11 +362,11 @@ ffi::Error LinearGroups(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::AnyB
 
 }  // namespace
 
-void Plain(const Weight& w, const Rounded& x, float* y, const Region& region, int8_t*) {
+void Plain(const Weight& w, const Rounded& x, const Output& y, const Region& region, int8_t*) {
   RegionOf<PlainDot>(w, x, y, region);
 }
 #if JAXSERVE_X86
-JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, float* y, const Region& region,
+JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, const Output& y, const Region& region,
                         int8_t*) {
   RegionOf<Avx2Dot>(w, x, y, region);
 }

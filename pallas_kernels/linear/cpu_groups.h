@@ -6,7 +6,9 @@
 //   sum over groups, in order:  float(sum of (code - zero) * q) * x_scale * scale
 //                               + x_scale * float(sum of q) * offset
 //
-// in float32 multiply-adds. Integers are exact in any order, so only the order of the groups counts:
+// in float32 multiply-adds. A row in which a few inputs dwarf the rest would lose those in the rounding:
+// what is left of it after rounding is rounded again and goes through as one more row, whose outputs
+// are added to the first's. Integers are exact in any order, so only the order of the groups counts:
 // it is the same in every tile and instruction set, hence so are the bits (the plain path, without
 // fused multiply-add, differs from the others in the last ones).
 
@@ -73,24 +75,32 @@ struct Rounded {
   int64_t At(int64_t tile, int64_t block) const { return (tile * blocks + block) * rows; }
 };
 
+// Where rows of outputs go: the first T to y, those of remainders to `more`.
+struct Output {
+  float* y;
+  float* more;
+  int64_t rows, more_rows;
+};
+
 // A rectangle of the output: tiles of rows times panels of features.
 struct Region {
   int64_t tile0, tile1, panel0, panel1;
 };
 
 // Each computes a region for one instruction set. `scratch` is a thread's own, ScratchBytes long.
-using Kernel = void (*)(const Weight&, const Rounded&, float* y, const Region&, int8_t* scratch);
-void Plain(const Weight&, const Rounded&, float* y, const Region&, int8_t* scratch);
-void Avx2(const Weight&, const Rounded&, float* y, const Region&, int8_t* scratch);
-void Avx512(const Weight&, const Rounded&, float* y, const Region&, int8_t* scratch);
-void Amx(const Weight&, const Rounded&, float* y, const Region&, int8_t* scratch);
+using Kernel = void (*)(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
+void Plain(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
+void Avx2(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
+void Avx512(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
+void Amx(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
 
 // Stores one panel of one row, cut at F.
-JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel,
+JAXSERVE_INLINE void StoreRow(const Weight& w, const Output& to, int64_t row, int64_t panel,
                               const Lanes& value) {
-  if (row >= w.T) return;
+  if (row >= to.rows + to.more_rows) return;
+  float* base = row < to.rows ? to.y + row * w.F : to.more + (row - to.rows) * w.F;
   int64_t at = panel * kPanel;
-  std::memcpy(y + row * w.F + at, &value, sizeof(float) * std::min<int64_t>(kPanel, w.F - at));
+  std::memcpy(base + at, &value, sizeof(float) * std::min<int64_t>(kPanel, w.F - at));
 }
 
 }  // namespace jaxserve::groups

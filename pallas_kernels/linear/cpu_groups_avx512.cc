@@ -49,7 +49,7 @@ JAXSERVE_AVX512 inline void UnsignedCodes(const uint8_t* at, __m512i* quads) {
 
 // kRows rows of a tile, from row r0, times one panel.
 template <int kRows, int kBits, int kParts, bool kOffset>
-JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, float* y, int64_t tile,
+JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, const Output& y, int64_t tile,
                                      int64_t r0, int64_t panel) {
   constexpr int kQuads = 8 / kParts;
   const uint8_t* codes = w.CodesOf(panel);
@@ -97,7 +97,7 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, float* y
 }
 
 template <int kBits, int kParts, bool kOffset>
-JAXSERVE_AVX512 void VnniRegion(const Weight& w, const Rounded& x, float* y, const Region& region) {
+JAXSERVE_AVX512 void VnniRegion(const Weight& w, const Rounded& x, const Output& y, const Region& region) {
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
     for (int64_t tile = region.tile0; tile < region.tile1; ++tile) {
       int64_t r = 0;
@@ -238,7 +238,7 @@ JAXSERVE_AVX512 inline void Expand(const Weight& w, const uint8_t* codes, int8_t
 }
 
 template <int kRows, int kParts, bool kOffset>
-JAXSERVE_AMX void AmxRegion(const Weight& w, const Rounded& x, float* y, const Region& region,
+JAXSERVE_AMX void AmxRegion(const Weight& w, const Rounded& x, const Output& y, const Region& region,
                             int8_t* scratch) {
   ConfigureTiles(kRows, kParts);
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
@@ -260,7 +260,7 @@ JAXSERVE_AMX void AmxRegion(const Weight& w, const Rounded& x, float* y, const R
 }
 
 template <int kRows>
-void AmxOf(const Weight& w, const Rounded& x, float* y, const Region& region, int8_t* scratch) {
+void AmxOf(const Weight& w, const Rounded& x, const Output& y, const Region& region, int8_t* scratch) {
   auto run = w.parts == 1
                  ? (w.offset ? AmxRegion<kRows, 1, true> : AmxRegion<kRows, 1, false>)
                  : (w.offset ? AmxRegion<kRows, 2, true> : AmxRegion<kRows, 2, false>);
@@ -269,7 +269,7 @@ void AmxOf(const Weight& w, const Rounded& x, float* y, const Region& region, in
 
 }  // namespace
 
-void Avx512(const Weight& w, const Rounded& x, float* y, const Region& region, int8_t*) {
+void Avx512(const Weight& w, const Rounded& x, const Output& y, const Region& region, int8_t*) {
   if (w.bits == 8) {
     auto run = w.parts == 1 ? (w.offset ? VnniRegion<8, 1, true> : VnniRegion<8, 1, false>)
                             : (w.offset ? VnniRegion<8, 2, true> : VnniRegion<8, 2, false>);
@@ -280,7 +280,7 @@ void Avx512(const Weight& w, const Rounded& x, float* y, const Region& region, i
   }
 }
 
-void Amx(const Weight& w, const Rounded& x, float* y, const Region& region, int8_t* scratch) {
+void Amx(const Weight& w, const Rounded& x, const Output& y, const Region& region, int8_t* scratch) {
   static_assert(kMaxRows == 16);
   auto run = x.rows == 4 ? AmxOf<4> : x.rows == 8 ? AmxOf<8> : x.rows == 12 ? AmxOf<12> : AmxOf<16>;
   run(w, x, y, region, scratch);

@@ -199,6 +199,22 @@ def test_a_row_is_its_own(form, isa):
 
 
 @needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_one_huge_input_does_not_drown_the_rest(kind, isa):
+    """Models put thousands into one channel of a first token. With a zero weight on that channel
+    the others alone make the result, and must come through as in any row."""
+    array = np.random.default_rng(0).standard_normal((48, 256)).astype(np.float32)
+    array[:, 7] = 0
+    weight = api.quantize(array, kind)
+    x = np.random.default_rng(1).standard_normal((6, 256)).astype(np.float32)
+    x[1::2, 7] = 30000
+    want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
+    got = on_cpu(x, api.prepare(weight, "stored", "cpu"), isa=isa)
+    assert relative_error(got, want) < 5e-5
+
+
+@needs_native
 @pytest.mark.parametrize("form", ["int8", "Q4_0", "Q5_K", "Q6_K"])
 def test_instruction_sets_agree_to_the_bit(form):
     """Integer sums are exact and the float additions are the same, with fused multiply-add."""
