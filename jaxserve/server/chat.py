@@ -30,7 +30,7 @@ async def chat_completions(request: Request):
     service = service_of(request)
     body = await service.parse(request, ChatRequest)
     service.check_model(body.model)
-    params = service.open_for(body.params())
+    params = await service.params_of(body)
     functions = [] if body.tool_choice == "none" else checked_functions(body.tools)
     prompt = await encode_chat(service, body, functions)
     style = service.style_of(prompt, functions, single=body.parallel_tool_calls is False)

@@ -27,7 +27,7 @@ async def completions(request: Request):
     service = service_of(request)
     body = await service.parse(request, CompletionRequest)
     service.check_model(body.model)
-    params = service.open_for(body.params())
+    params = await service.params_of(body)
     prompts = await service.encode_prompts(body)
     work = work_of(request, "cmpl-", prompts, params, body)
     answer = Answer(service, body, work)

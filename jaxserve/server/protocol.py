@@ -87,6 +87,13 @@ class Generating(Body):
     priority: Annotated[int, pydantic.Field(ge=-(2**31), lt=2**31)] | None = None
     timeout: Annotated[float, pydantic.Field(gt=0)] | None = None
     use_beam_search: bool | None = None
+    # The form of the output: OpenAI's word for it, then vLLM's two.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     length_penalty: float | None = None
 
     def check_fields(self) -> None:
@@ -197,7 +204,6 @@ class ChatRequest(Generating):
     max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -218,7 +224,7 @@ class ChatRequest(Generating):
         refuse_unless(
             self, echo=(False,), modalities=(["text"],), audio=(), web_search_options=(),
             functions=([],), function_call=("none",), tool_choice=("none", "auto"),
-            response_format=({"type": "text"},), chat_template=(), continue_final_message=(False,),
+            chat_template=(), continue_final_message=(False,),
         )  # fmt: skip
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "invalid_value", "top_logprobs")

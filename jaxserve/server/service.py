@@ -12,11 +12,11 @@ from starlette.requests import Request
 
 from jaxserve.config import ServerConfig
 from jaxserve.obs.metrics import Metrics
-from jaxserve.server import speech
+from jaxserve.server import speech, structured
 from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
 from jaxserve.server.limits import read_body
-from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest
+from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest, Generating
 from jaxserve.types import SamplingParams
 
 TOKENIZER_THREADS = 2
@@ -70,10 +70,16 @@ class Service:
             raise ApiError(404, message, "model_not_found", "model")
 
     def open_for(self, params: SamplingParams) -> SamplingParams:
-        """params, if the engine can serve them now; before any tokenising, else refused."""
+        """params, if the engine can serve them now; else refused, before any tokenising."""
         params.check_vocabulary(self.engine.vocab_size)
         self.check_open()
         return params
+
+    async def params_of(self, body: Generating) -> SamplingParams:
+        """Checked parameters of the body, its grammar included."""
+        params = self.open_for(body.params())
+        grammar = await self.in_thread(structured.grammar_of, body)
+        return params if grammar is None else dataclasses.replace(params, grammar=grammar)
 
     def check_open(self) -> None:
         """Refuses early what the engine would refuse or never run."""
