@@ -61,7 +61,7 @@ class GrammarSpec:
             raise GrammarRefused(f"{len(choices)} choices; give 1 to {MAX_CHOICES}")
         if not all(isinstance(choice, str) and choice for choice in choices):
             raise GrammarRefused("choices are texts of one character or more")
-        return cls("choice", _bounded(json.dumps(list(choices))))
+        return cls("choice", _bounded(json.dumps(list(choices), ensure_ascii=False)))
 
     @classmethod
     def lark(cls, grammar: str) -> GrammarSpec:
@@ -88,4 +88,6 @@ def check_pattern(pattern: Any, where: str = "the pattern") -> str:
 def _bounded(text: str) -> str:
     if len(text) > MAX_CHARS:
         raise GrammarRefused(f"{len(text)} characters of grammar; at most {MAX_CHARS}")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise GrammarRefused("the grammar holds halves of surrogate pairs, which are no characters")
     return text

@@ -17,20 +17,30 @@ def load(path: pathlib.Path, override: pathlib.Path | None = None) -> Tokenizer:
     override: another such file or folder, used in place of the model's own. Raises ValueError with
     the remedy when there is none, or when it holds something we do not understand.
     """
+    path = pathlib.Path(override or path)
+    try:
+        return _load(path)
+    except ValueError:
+        raise
+    except Exception as error:  # files are hostile input, and libraries raise bare Exception
+        raise ValueError(
+            f"{path}: its tokenizer is damaged ({type(error).__name__}: {error}); name another "
+            "with --tokenizer"
+        ) from error
+
+
+def _load(path: pathlib.Path) -> Tokenizer:
     from jaxserve.tokenizer import folder, gguf, hf, sentencepiece
 
-    path = pathlib.Path(override or path)
     if path.suffix == ".gguf":
         return gguf.from_gguf(path)
     place = path if path.is_dir() else path.parent
-    if path.is_dir():
-        path = next(
-            (p for p in (path / "tokenizer.json", path / "tokenizer.model") if p.is_file()), path
-        )
-    if path.is_file() and path.name == "tokenizer.json":
+    names = ("tokenizer.json", "tokenizer.model") if path.is_dir() else (path.name,)
+    file = next((place / name for name in names if (place / name).is_file()), path)
+    if file.name == "tokenizer.json" and file.is_file():
         return hf.from_folder(folder.TokenizerFolder(place))
-    if path.is_file() and path.suffix == ".model":
-        return sentencepiece.from_model_file(path, folder.TokenizerFolder(place))
+    if file.suffix == ".model" and file.is_file():
+        return sentencepiece.from_model_file(file, folder.TokenizerFolder(place))
     raise ValueError(
         f"{path}: no tokenizer here (tokenizer.json, tokenizer.model or a .gguf file); name one "
         "with --tokenizer"

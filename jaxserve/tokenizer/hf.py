@@ -32,7 +32,7 @@ class FastEncoder:
         self.chars_shrink = _chars_shrink(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _ids(self._tokenizer, text)
 
     def sealed(self, control: Collection[str]) -> Callable[[str], list[int]]:
         """Encodes with a twin that shares the model but knows control tokens only with a seal."""
@@ -46,11 +46,17 @@ class FastEncoder:
         twin.add_tokens(list(entries.values()))  # in one call: each one rebuilds the search
         unseal = {twin.token_to_id(entry.content): token for token, entry in entries.items()}
 
-        def encode(text: str) -> list[int]:
-            ids = twin.encode(text, add_special_tokens=False).ids
-            return [unseal.get(token, token) for token in ids]
+        return lambda text: [unseal.get(token, token) for token in _ids(twin, text)]
 
-        return encode
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Ids of a text. JSON can spell halves of surrogate pairs, which are no characters and which
+    the library takes for no text: pairs become their character and lone halves U+FFFD."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except TypeError:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _sealed(entry: tokenizers.AddedToken, control: Collection[str]) -> tokenizers.AddedToken:

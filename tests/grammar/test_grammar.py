@@ -240,6 +240,9 @@ def test_ordinary_repetition_is_not(compiler):
         lambda: schema({"enum": ["x" * 200_000]}),
         lambda: GrammarSpec.lark('start: %json {"not": {}}'),
         lambda: schema({"enum": [object()]}),
+        lambda: schema({"enum": ["\ud800"]}),
+        lambda: GrammarSpec.regex("\ud800"),
+        lambda: GrammarSpec.choice(["\ud800"]),
     ],
 )
 def test_sizes_are_bounded(make):  # S10

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import tiny_tokenizers as tiny
+from gguf import GGUFWriter
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
+from jaxserve import tokenizer as package
 from jaxserve.tokenizer import gguf
 from jaxserve.tokenizer.pretokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 
@@ -166,3 +168,53 @@ def test_the_library_shares_a_model_between_tokenizers():
     assert one.token_to_id("<x>") == 1
     assert two.token_to_id("<x>") is None
     assert one.token_to_id("a") == two.token_to_id("a") == 0
+
+
+# ---- whole files
+
+
+def write(path, metadata):
+    """A GGUF file with this metadata and no tensors."""
+    writer = GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_array(key, value if isinstance(value, list) else value.tolist())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+DESCRIBED = {"merges": ["a b"], "control": ["<|end|>"], "eos_token_id": 257, "add_bos_token": False}
+
+
+def test_a_file_is_loaded(tmp_path):
+    path = write(tmp_path / "m.gguf", tiny.byte_level_metadata(**DESCRIBED, chat_template="hi"))
+    tokenizer = package.load(path)
+    assert tokenizer.encode("abc<|end|>") == [256, 99, 257]
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "x"}])) == "hi"
+
+
+@pytest.mark.parametrize("key", ["model", "pre", "tokens", "token_type", "merges", "eos_token_id"])
+@pytest.mark.parametrize("value", [None, 3, "x", ["x"], np.array([1, 2])])
+def test_files_with_wrong_values_are_refused_by_name(tmp_path, key, value):
+    metadata = tiny.byte_level_metadata(**DESCRIBED)
+    key = f"tokenizer.ggml.{key}"
+    del metadata[key]
+    if value is not None:
+        metadata[key] = value
+    try:
+        tokenizer = package.load(write(tmp_path / "m.gguf", metadata))
+    except ValueError as error:
+        assert len(str(error)) < 2000
+    else:  # what may be missing, or is right by chance
+        assert key.endswith(("token_type", "eos_token_id"))
+        assert value in (None, 3)
+        assert tokenizer.encode("ab") == [256]

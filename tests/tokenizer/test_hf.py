@@ -205,6 +205,21 @@ def test_damaged_files_are_named(tmp_path, content):
         package.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"261": {}}},
+        {"added_tokens_decoder": {"x": {"content": "a"}}},
+        {"added_tokens_decoder": [1]},
+        {"chat_template": 3},
+        {"bos_token": [1]},
+    ],
+)
+def test_values_of_wrong_types_are_refused(tmp_path, config):
+    with pytest.raises(ValueError, match=r"--tokenizer|invalid literal"):
+        save(tmp_path, byte_level(), config)
+
+
 def test_an_empty_folder_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json.*--tokenizer"):
         package.load(tmp_path)
@@ -216,6 +231,14 @@ def test_an_override_is_used_instead(tmp_path):
     save(tmp_path, byte_level())
     assert package.load(tmp_path / "nothing.gguf", override=tmp_path).vocab_size == 261
     assert package.load(tmp_path / "nothing.gguf", override=tmp_path / "tokenizer.json").encode("a")
+
+
+def test_halves_of_surrogate_pairs_are_text_too(tmp_path):
+    tokenizer = save(tmp_path, byte_level(), {"chat_template": "{{ messages[0].content }}"})
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀"
+    chat = tokenizer.encode_chat([{"role": "user", "content": "\ud800<|im_end|>"}])
+    assert tokenizer.decode(chat) == "\ufffd<|im_end|>"
 
 
 def test_threads_share_a_tokenizer(tmp_path):
