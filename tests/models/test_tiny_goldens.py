@@ -15,6 +15,7 @@ from jaxserve import models
 from jaxserve.models.config import Backend
 from jaxserve.models.loaders.checkpoint import read_config
 from jaxserve.models.loaders.safetensors_file import read_json
+from jaxserve.pallas_kernels.linear import api as linear_op
 
 CARRIED = ("llama_llama3", "qwen2_window", "gemma3_text")
 OTHERS = (
@@ -72,6 +73,18 @@ def test_scanned_layers_agree_with_unrolled(name, request, loaded):
     logits, ids, _ = run(load(loaded, folder, True), gold, 64)
     unrolled, *_ = run(load(loaded, folder, False), gold, 64)
     np.testing.assert_allclose(logits, unrolled, atol=2e-4, rtol=0)
+    assert ids == gold["greedy_ids"]
+
+
+@pytest.mark.skipif(linear_op.choose_backend("cpu") != "cpu", reason="no native library here")
+@pytest.mark.parametrize("name", ("llama_llama3", "gemma3_text"))
+def test_native_operations_give_the_same_tokens(name, request):
+    folder = folder_of(name, request)
+    model = models.load(folder, backend=Backend(attention="cpu", linear="cpu", stacked=True))
+    gold = read_json(folder / "goldens.json")["prompts"]["medium"]
+    logits, ids, _ = run(model, gold, 64)
+    best = np.take_along_axis(logits[gold["positions"]], np.array(gold["top_ids"]), 1)
+    np.testing.assert_allclose(best, gold["top_logits"], atol=5e-4, rtol=0)
     assert ids == gold["greedy_ids"]
 
 
