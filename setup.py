@@ -86,6 +86,7 @@ setuptools.setup(
         "jax>=0.10.2",
         "jinja2>=3.1.5",
         "llguidance>=1.9",
+        "llguidance>=1.9",
         "numpy>=2.0",
         "optax>=0.2.4",
         "orbax-checkpoint>=0.11",

@@ -110,7 +110,7 @@ class LLM:
         """Deltas of one prompt as they come; closing the iterator aborts it."""
         core = self.engine.core
         request = self._request(self._encode(prompt)[1], params)
-        core.add(request)
+        core.add(request, core.output.matchers(params))
         open_choices = params.n
         try:
             while open_choices:
@@ -145,7 +145,7 @@ class LLM:
         open_choices = {}
         try:
             for request in requests:
-                core.add(request)
+                core.add(request, core.output.matchers(request.params))
                 open_choices[request.id] = request.params.n
             while core.has_work:
                 for request_id, delta in core.step():

@@ -15,8 +15,12 @@ import enum
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxserve.grammar import GrammarSpec
 
 # Limits on one request, stated once. A stranger may send anything; these bound the work it causes.
 MAX_N = 128
@@ -32,7 +36,8 @@ class RequestRefused(ValueError):
     """A request the engine will not take; the message says what to change.
 
     code: "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full",
-      "rate_limited" (a tenant's own quota) or "shutting_down". retry_after: seconds after which trying again makes sense, None when never.
+      "rate_limited" (a tenant's own quota) or "shutting_down". retry_after: seconds after which
+      trying again makes sense, None when never.
     param: name of the offending field, if one is to blame.
     """
 
@@ -102,6 +107,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None  # what the output must look like; see jaxserve.grammar
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -177,6 +183,7 @@ class SamplingParams:
             and self.min_tokens == 0
             and self.logprobs is None
             and self.prompt_logprobs is None
+            and self.grammar is None
         )
 
     @property

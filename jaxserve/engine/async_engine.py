@@ -168,8 +168,11 @@ class AsyncEngine:
             deadline=None if timeout_s is None else now + timeout_s,
             cache_salt=cache_salt,
         )
+        matchers = []
+        if params.grammar is not None:
+            matchers = await asyncio.to_thread(self.core.output.matchers, params)
         stream = _Stream(asyncio.get_running_loop(), params.n)
-        self._post(lambda: self._add(request, stream))
+        self._post(lambda: self._add(request, matchers, stream))
         if self._ended:  # it ended in between: nobody will read the inbox
             raise EngineFailed(self._failure or "the engine has shut down")
         try:
@@ -260,12 +263,12 @@ class AsyncEngine:
                 self._wake.wait()
             self._idle_since = self.core.clock()
 
-    def _add(self, request: Request, stream: _Stream) -> None:
+    def _add(self, request: Request, matchers, stream: _Stream) -> None:
         if request.id in self._streams:
             error = RequestRefused(f"request id {request.id!r} is in use", param="request_id")
         else:
             try:
-                self.core.add(request)
+                self.core.add(request, matchers)
                 self._streams[request.id] = stream
                 return
             except Exception as raised:

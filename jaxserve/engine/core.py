@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -25,11 +25,14 @@ from jaxserve.types import (
     TokenEvent,
 )
 
+if TYPE_CHECKING:
+    from jaxserve.grammar import GrammarMatcher
+
 
 class Runner(Protocol):
     """What computes a plan. Device runner: engine/runner.py. Fake one: sim/fake_runner.py."""
 
-    def dispatch(self, plan: StepPlan) -> Any: ...
+    def dispatch(self, plan: StepPlan, fill_masks: Callable[..., None]) -> Any: ...
 
     def fetch(self, pending: Any) -> StepResult: ...
 
@@ -85,9 +88,13 @@ class EngineCore:
         self.last_step = clock()  # when a step was last absorbed; a stuck device stops moving it
         self.in_flight: InFlight | None = None
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestRefused; then nothing is kept of it."""
-        self.output.open(request)
+    def add(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
+        """Queues a request. Raises RequestRefused; then nothing is kept of it.
+
+        matchers: the state of params.grammar, one for each choice, from OutputStage.matchers.
+        """
+        assert len(matchers) == (request.params.n if request.params.grammar else 0)
+        self.output.open(request, matchers)
         try:
             self.scheduler.add(request)
         except Exception:
@@ -110,6 +117,12 @@ class EngineCore:
         """Dispatches the next step before it reads the last: the host's work hides behind it."""
 
         def advance():
+            if self.output.num_grammars:
+                # What a grammar allows next depends on the token before: read the last step first.
+                previous, self.in_flight = self.in_flight, None
+                outputs = self._absorb(previous)
+                self.in_flight = self._dispatch()
+                return outputs
             previous, self.in_flight = self.in_flight, self._dispatch()
             return self._absorb(previous)
 
@@ -120,7 +133,7 @@ class EngineCore:
         plan = self.scheduler.plan(now)
         if plan is None:
             return None
-        return InFlight(plan, self.runner.dispatch(plan), now)
+        return InFlight(plan, self.runner.dispatch(plan, self.output.fill_masks), now)
 
     def _absorb(self, step: InFlight | None) -> Outputs:
         events = self.scheduler.take_events()  # ends that needed no step: deadlines, empty outputs
@@ -146,8 +159,8 @@ class EngineCore:
         return events
 
     def _guarded(self, advance: Callable[[], Outputs]) -> Outputs:
-        """A step that raises loses the donated KV pool: every request open ends with an error, and
-        the engine goes on with a new pool."""
+        """A step that raises loses the donated KV pool: what ran ends with an error, and what waits
+        goes on with a new pool."""
         try:
             return advance()
         except Exception as error:
@@ -155,8 +168,8 @@ class EngineCore:
             self.in_flight = None
             failure = EngineFailed("a device step failed and took this request with it")
             failure.__cause__ = error
-            events = self.scheduler.fail_all(failure)
-            self.scheduler.requeue_all()  # nothing is left to run; the prefix cache is forgotten
+            # With nothing running the fault is not a row's, and would come back for ever.
+            events = self.scheduler.fail_running(failure) or self.scheduler.fail_all(failure)
             self.runner.reset()
             return self.output.process(events, self.scheduler)
 

@@ -6,21 +6,34 @@ plan is made. No jax.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.tokenizer.stream import TextStream
 from jaxserve.types import (
     FinishReason,
     OutputDelta,
     PromptScores,
     Request,
+    RequestRefused,
+    SamplingParams,
     TokenEvent,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from jaxserve.grammar import GrammarMatcher
 
 
 class _Choice:
     """What the stage keeps of one running choice."""
 
-    def __init__(self, request: Request, tokenizer):
+    def __init__(self, request: Request, tokenizer, matcher: GrammarMatcher | None):
         params = request.params
         self.stream = TextStream(
             tokenizer,
@@ -29,29 +42,60 @@ class _Choice:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+        self.matcher = matcher
         self.started = False
 
 
 class OutputStage:
-    """Turns TokenEvents into OutputDeltas. Owned by the engine thread."""
+    """Turns TokenEvents into OutputDeltas. Owned by the engine thread, but for `matchers`.
 
-    def __init__(self, tokenizer):
+    vocab_size: columns of the model's logits, which grammars make masks for.
+    """
+
+    def __init__(self, tokenizer, vocab_size: int | None = None):
         self.tokenizer = tokenizer
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._compiler = None  # made with the first grammar: it takes a while
+        self._compiler_lock = threading.Lock()
         self._choices: dict[tuple[str, int], _Choice] = {}
         self._scores: dict[str, list[TokenLogprob | None]] = {}
+        self.num_grammars = 0  # open choices with a grammar
 
-    def open(self, request: Request) -> None:
-        """Starts tracking a request."""
-        for index in range(request.params.n):
-            self._choices[request.id, index] = _Choice(request, self.tokenizer)
+    def matchers(self, params: SamplingParams) -> list[GrammarMatcher]:
+        """The state of params.grammar for each choice, to give to EngineCore.add; [] without one.
+
+        Compiles, which may take a while: call it where waiting harms nobody. Any thread may. Raises
+        RequestRefused for a grammar that cannot be honoured.
+        """
+        if params.grammar is None:
+            return []
+        from jaxserve.grammar import GrammarCompiler, GrammarRefused
+
+        try:
+            with self._compiler_lock:
+                if self._compiler is None:
+                    self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size)
+            return [self._compiler.matcher(params.grammar) for _ in range(params.n)]
+        except GrammarRefused as error:
+            raise RequestRefused(str(error), param="response_format") from None
+
+    def open(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
+        """Starts tracking a request. matchers: one for each choice, when it has a grammar."""
+        for index, matcher in zip(range(request.params.n), matchers or repeat(None)):
+            self._choices[request.id, index] = _Choice(request, self.tokenizer, matcher)
+        self.num_grammars += len(matchers)
         if request.params.prompt_logprobs is not None:
             self._scores[request.id] = [None]  # the first prompt token has nothing before it
 
     def close(self, request: Request) -> None:
         """Forgets a request that the scheduler refused."""
         for index in range(request.params.n):
-            self._choices.pop((request.id, index), None)
+            self._drop((request.id, index))
         self._scores.pop(request.id, None)
+
+    def _drop(self, sequence_id: tuple[str, int]) -> None:
+        choice = self._choices.pop(sequence_id, None)
+        self.num_grammars -= choice is not None and choice.matcher is not None
 
     @property
     def num_open(self) -> int:
@@ -80,7 +124,7 @@ class OutputStage:
             sequence = event.sequence
             if sequence.finish is None:
                 scheduler.finish(sequence, FinishReason.ERROR)
-            self._choices.pop(sequence.id, None)
+            self._drop(sequence.id)
             return OutputDelta(sequence.index, finish_reason=FinishReason.ERROR, error=error)
 
     def _delta(self, event: TokenEvent, choice: _Choice, scheduler) -> OutputDelta:
@@ -91,6 +135,8 @@ class OutputStage:
             if event.logprob is not None and request.params.logprobs is not None:
                 delta.logprobs = [self._logprob(event, request.params.logprobs)]
             self._add_text(event, choice, delta, scheduler)
+            if choice.matcher is not None:
+                self._advance(event, choice, delta, scheduler)
         if not choice.started:
             choice.started = True
             delta.num_cached_tokens = sequence.num_cached
@@ -101,7 +147,7 @@ class OutputStage:
                 delta.text += choice.stream.finish()
             delta.stop_reason = sequence.stop_reason
             delta.error = event.error
-            del self._choices[sequence.id]
+            self._drop(sequence.id)
         return delta
 
     def _add_text(self, event, choice, delta, scheduler) -> None:
@@ -115,6 +161,28 @@ class OutputStage:
                 scheduler.finish(sequence, FinishReason.STOP, choice.stream.stopped)
             sequence.stop_reason = choice.stream.stopped
             delta.finish_reason = FinishReason.STOP
+
+    @staticmethod
+    def _advance(event, choice, delta, scheduler) -> None:
+        """Takes the token into the grammar; when nothing may follow, the choice has ended."""
+        sequence = event.sequence
+        if (
+            event.finish is FinishReason.STOP
+            and event.token in sequence.request.params.stop_token_ids
+        ):
+            return  # the client's own end, which the grammar need not know
+        assert choice.matcher.advance(event.token), "the mask let a forbidden token through"
+        if choice.matcher.done and sequence.finish is None:
+            scheduler.finish(sequence, FinishReason.STOP)
+        if choice.matcher.done:
+            delta.finish_reason = FinishReason.STOP
+
+    def fill_masks(self, plan: StepPlan, allowed_SW: np.ndarray) -> None:
+        """Writes what rows with a grammar may sample in this plan: a bit for each token id."""
+        for row in np.flatnonzero(plan.samples_S).tolist():
+            choice = self._choices.get(plan.sequences[row].id)
+            if choice is not None and choice.matcher is not None:
+                choice.matcher.fill_mask(allowed_SW[row])
 
     @staticmethod
     def _logprob(event: TokenEvent, count: int) -> TokenLogprob:

@@ -36,6 +36,7 @@ class RowParams:
         self.biased = np.zeros(num_slots, bool)
         self.logprobs = np.zeros(num_slots, bool)
         self.prompt_logprobs = np.zeros(num_slots, bool)
+        self.grammar = np.zeros(num_slots, bool)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         params = sequence.request.params
@@ -54,6 +55,7 @@ class RowParams:
         self.penalised[slot] = params.penalised
         self.biased[slot] = bool(params.logit_bias)
         self.logprobs[slot] = params.logprobs is not None
+        self.grammar[slot] = params.grammar is not None
         self.prompt_logprobs[slot] = params.prompt_logprobs is not None and sequence.index == 0
 
 
@@ -144,6 +146,7 @@ def _sampling(plan, rows, end_S, num_S, bucket_T) -> SamplingInputs:
         any_truncation=flag(truncates),
         any_logprobs=flag(rows.logprobs[slots]),
         any_prompt_logprobs=flag(scored),
+        any_grammar=flag(rows.grammar[slots]),
     )
 
 

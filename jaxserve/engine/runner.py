@@ -103,6 +103,9 @@ class Runner:
         self.end_ids = end_ids
         self.params = params
         self.rows = pack.RowParams(shape.num_slots)
+        words = -(-spec.model_config.vocab_size // 32)
+        self._all_allowed = np.full((shape.num_slots, words), -1, np.int32)
+        self._allowed = {}  # on the device, by rows: what steps without a grammar are given
         self.programs: dict[tuple[int, bool], Program] = {}
         self.compile_seconds: dict[str, float] = {}
         self.state: DeviceState | None = None
@@ -152,10 +155,12 @@ class Runner:
         inputs = self._empty_inputs(bucket_T, sampled)
         wire = Wire(inputs)
 
-        def step(params, state, vector):
-            return device_step(params, state, wire.unpack(vector), self.spec)
+        allowed_SW = self._all_allowed[: len(inputs.slot_S)] if sampled else None
 
-        specs = _shapes((self.params, self.state, wire.pack(inputs)))
+        def step(params, state, vector, allowed_SW):
+            return device_step(params, state, wire.unpack(vector), allowed_SW, self.spec)
+
+        specs = _shapes((self.params, self.state, wire.pack(inputs), allowed_SW))
         compiled = jax.jit(step, donate_argnums=1).lower(*specs).compile()
         self.programs[bucket_T, sampled] = Program(wire, compiled)
 
@@ -182,18 +187,35 @@ class Runner:
         num_slots, max_pages = self.shape.num_slots, self.shape.max_pages
         return pack.pack(plan, self.rows, bucket_T, num_slots, max_pages, sampled=sampled)
 
-    def dispatch(self, plan: StepPlan) -> Pending:
+    def dispatch(self, plan: StepPlan, fill_masks=None) -> Pending:
         """Sends one step to the device and returns at once.
 
-        Any exception here or in fetch means the donated state may be gone: call reset().
+        fill_masks(plan, allowed_SW): writes the bits of the tokens that rows with a grammar may
+        take next; called when there are such rows. Any exception here or in fetch means that the
+        donated state may be gone: call reset().
         """
         for slot, sequence in plan.admits:
             self._admit(slot, sequence)
         bucket_T = next(t for t in self.shape.buckets if t >= plan.num_tokens)
         inputs = pack.pack(plan, self.rows, bucket_T, self.shape.num_slots, self.shape.max_pages)
         program = self.programs[bucket_T, inputs.sampling is not None]
-        self.state, outputs = program.compiled(self.params, self.state, program.wire.pack(inputs))
+        allowed_SW = self._masks(plan, inputs, fill_masks)
+        vector = program.wire.pack(inputs)
+        self.state, outputs = program.compiled(self.params, self.state, vector, allowed_SW)
         return self._send_back(plan, inputs.sampling, outputs)
+
+    def _masks(self, plan: StepPlan, inputs, fill_masks):
+        """allowed_SW of the step; without grammars one that lies on the device already."""
+        if inputs.sampling is None:
+            return None
+        rows = len(inputs.slot_S)
+        if not inputs.sampling.any_grammar:
+            if rows not in self._allowed:
+                self._allowed[rows] = jax.device_put(self._all_allowed[:rows])
+            return self._allowed[rows]
+        allowed_SW = self._all_allowed[:rows].copy()
+        fill_masks(plan, allowed_SW)
+        return allowed_SW
 
     def _send_back(self, plan: StepPlan, sampling, outputs: StepOutputs) -> Pending:
         """Starts the copies of what some row asked for."""

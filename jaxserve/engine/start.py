@@ -103,7 +103,8 @@ def build(
     scheduler = Scheduler.from_config(
         config, scheduling, eos_ids=loaded.eos_ids, vocab_size=num_tokens
     )
-    core = EngineCore(scheduler, runner, OutputStage(text), clock, pipelined=config.pipelined)
+    output = OutputStage(text, loaded.config.vocab_size)
+    core = EngineCore(scheduler, runner, output, clock, pipelined=config.pipelined)
     table = memory.MemoryTable(loaded.weight_bytes, pages * page_bytes, memory.free_bytes(device))
     return Engine(
         core=core,

@@ -58,6 +58,7 @@ class SamplingInputs:
     any_truncation: Any
     any_logprobs: Any
     any_prompt_logprobs: Any
+    any_grammar: Any
 
 
 @flax.struct.dataclass

@@ -32,8 +32,10 @@ class StepSpec:
     num_tokens: int  # ids the tokenizer knows; the head's other rows are padding
 
 
-def device_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
+def device_step(params, state: DeviceState, inputs: StepInputs, allowed_SW, spec: StepSpec):
     """One step over inputs' T tokens. DONATES state.
+
+    allowed_SW: int32 bits of the tokens that each row's grammar allows, for sampled programs.
 
     Returns:
       (DeviceState, StepOutputs): pages hold the new K and V, last_token_N the new tokens of rows
@@ -59,7 +61,7 @@ def device_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
     if inputs.sampling is None:
         outputs = StepOutputs(token_S=sampling_op.greedy(logits_SV))
     else:
-        outputs = _sampled(params, state, inputs, spec, hidden_TD, logits_SV)
+        outputs = _sampled(params, state, inputs, allowed_SW, spec, hidden_TD, logits_SV)
         state = state.replace(history_NM=_append(state.history_NM, inputs, outputs.token_S))
     newest_S = jnp.where(inputs.samples_S, outputs.token_S, state.last_token_N[inputs.slot_S])
     last_token_N = state.last_token_N.at[inputs.slot_S].set(newest_S, mode="drop")
@@ -72,10 +74,16 @@ def _append(history_NM, inputs, token_S):
     return history_NM.at[inputs.slot_S, position_S].set(token_S, mode="drop")
 
 
-def _sampled(params, state, inputs, spec, hidden_TD, logits_SV) -> StepOutputs:
+def _sampled(params, state, inputs, allowed_SW, spec, hidden_TD, logits_SV) -> StepOutputs:
     sampling = inputs.sampling
     shaped_SV = logit_transforms.transform(
         logits_SV, state, sampling, inputs.slot_S, inputs.new_position_S
+    )
+    shaped_SV = jax.lax.cond(
+        sampling.any_grammar,
+        lambda x: logit_transforms.mask_grammar(x, allowed_SW),
+        lambda x: x,
+        shaped_SV,
     )
     token_S = sampling_op.sample(shaped_SV, sampling, inputs.new_position_S)
     rows = token_S.shape[0]

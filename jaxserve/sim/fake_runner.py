@@ -62,7 +62,8 @@ class FakeRunner:
         self._kv_GK[:] = NEVER_WRITTEN
         self._last_token_N[:] = NEVER_WRITTEN
 
-    def dispatch(self, plan: StepPlan) -> StepResult:
+    def dispatch(self, plan: StepPlan, fill_masks=None) -> StepResult:
+        del fill_masks  # what it samples follows from the history alone
         token_S = np.full(plan.num_rows, NEVER_WRITTEN, np.int32)
         ends = plan.cu_q_len_S1
         for row, sequence in enumerate(plan.sequences):

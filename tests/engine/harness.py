@@ -130,8 +130,10 @@ def collect(core: EngineCore, answers: dict, outputs) -> None:
         answer.finish = delta.finish_reason
 
 
-def run(core: EngineCore, requests, *, arrivals=None, between=None) -> dict:
+def run(core: EngineCore, requests, *, arrivals=None, between=None, matchers=None) -> dict:
     """Runs requests to their ends; {(id, choice): Answer}. arrivals: step each one comes at.
+
+    matchers: {request id: its choices' grammar matchers}.
 
     between(core, step): called before each step. Leaves the core idle, with nothing held.
     """
@@ -140,7 +142,8 @@ def run(core: EngineCore, requests, *, arrivals=None, between=None) -> dict:
     answers, step = {}, 0
     while waiting or core.has_work:
         while waiting and waiting[-1][0] <= step:
-            core.add(requests[waiting.pop()[1]])
+            arrived = requests[waiting.pop()[1]]
+            core.add(arrived, (matchers or {}).get(arrived.id, ()))
         if between:
             collect(core, answers, between(core, step) or [])
         collect(core, answers, core.step())

@@ -30,7 +30,7 @@ class CountingRunner:
         self.gate.set()
         self.fail_next = False
 
-    def dispatch(self, plan):
+    def dispatch(self, plan, fill_masks=None):
         return plan
 
     def fetch(self, plan):

@@ -27,7 +27,7 @@ def inputs(rows, **values):
         fields[name] = jnp.asarray(value.astype(DTYPES.get(name, np.float32)))
     seed = np.broadcast_to(values.pop("seed", 0), (rows,)).astype(np.uint32)
     flags = dict.fromkeys(("any_penalty", "any_bias", "any_truncation"), True)
-    flags |= dict.fromkeys(("any_logprobs", "any_prompt_logprobs"), False)
+    flags |= dict.fromkeys(("any_logprobs", "any_prompt_logprobs", "any_grammar"), False)
     assert not values, values
     return SamplingInputs(
         seed_S2=jnp.asarray(np.stack([np.zeros_like(seed), seed], 1)),
@@ -224,6 +224,21 @@ def test_bias_and_the_min_tokens_mask():
 def test_greedy_is_the_first_maximum(seed, vocab_size):
     logits_SV = np.random.default_rng(seed).integers(-3, 3, (4, vocab_size)).astype(np.float32)
     assert greedy(jnp.asarray(logits_SV)).tolist() == logits_SV.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [64, 70, 384])
+def test_grammar_masks_by_bits(vocab_size):
+    """Bit id % 32 of word id // 32, for ids in the sign bit and the last, unfinished word too."""
+    allowed = {31, 32, 63, vocab_size - 1}
+    words = np.zeros((2, -(-vocab_size // 32)), np.uint32)
+    for token in allowed:
+        words[1, token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    words[0] = 0xFFFFFFFF
+    logits_SV = jnp.ones((2, vocab_size), jnp.float32)
+    masked = np.asarray(logit_transforms.mask_grammar(logits_SV, jnp.asarray(words.view(np.int32))))
+    assert (masked[0] == 1).all()
+    assert set(np.flatnonzero(masked[1] == 1).tolist()) == allowed
+    assert (np.isneginf(masked[1]) | (masked[1] == 1)).all()
 
 
 def test_logprobs_of_the_chosen_and_the_best():
