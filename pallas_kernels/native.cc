@@ -10,6 +10,8 @@
 #include <new>
 #include <thread>
 
+#include "xla/ffi/api/c_api.h"
+
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
@@ -230,6 +232,8 @@ void* Team::Allocate(size_t bytes) {
 
 // For native.py, which says which instructions are in use and lets tests force each.
 extern "C" int jaxserve_best_isa() { return static_cast<int>(jaxserve::BestIsa()); }
+extern "C" int jaxserve_ffi_major() { return XLA_FFI_API_MAJOR; }
+extern "C" int jaxserve_ffi_minor() { return XLA_FFI_API_MINOR; }
 extern "C" int jaxserve_num_threads() { return jaxserve::NumThreads(); }
 
 // Runs `rounds` jobs of changing size; returns how many indices did not run exactly once.

@@ -7,6 +7,7 @@ cannot; every caller has a reference to fall back on.
 import ctypes
 import functools
 import pathlib
+import re
 import sysconfig
 
 import jax
@@ -23,12 +24,24 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, "no native library: jaxserve was installed without a C++ compiler"
     try:
         library = ctypes.CDLL(str(path))
+        _check_version(library.jaxserve_ffi_major(), library.jaxserve_ffi_minor())
         for name in TARGETS:
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # another jax's ABI, a missing symbol, a broken file: all the same
         return None, f"native library not usable, reinstall jaxserve: {error}"
     return library, ""
+
+
+def _check_version(major: int, minor: int) -> None:
+    """Raises unless this jaxlib runs handlers of that version of XLA's FFI: the same major one and at
+    most its minor one. Registering any other would keep jax from starting its CPU backend."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    found = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header, re.MULTILINE))
+    if major != int(found["MAJOR"]) or minor > int(found["MINOR"]):
+        raise ImportError(
+            f"built for FFI {major}.{minor}, this jaxlib has {found['MAJOR']}.{found['MINOR']}"
+        )
 
 
 def available() -> bool:

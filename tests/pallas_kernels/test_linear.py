@@ -337,6 +337,15 @@ def test_without_the_library(tmp_path, monkeypatch):
         native.load.cache_clear()
 
 
+def test_another_ffi_version_is_not_registered():
+    """A handler that XLA refuses would take jax's whole CPU backend with it."""
+    native._check_version(0, 1)
+    with pytest.raises(ImportError, match=r"built for FFI 0\.99"):
+        native._check_version(0, 99)
+    with pytest.raises(ImportError, match=r"built for FFI 1\.0"):
+        native._check_version(1, 0)
+
+
 def test_the_library_is_built_where_it_can_be():
     """A compiler and no library means that the build broke."""
     if shutil.which("g++") is None and shutil.which("c++") is None:
