@@ -73,6 +73,9 @@ class EngineConfig:
     )
     max_queued: int = setting(1024, "Requests waiting; past that new ones are refused.")
     max_queued_tokens: int = setting(4_000_000, "Prompt tokens waiting; past that, refused.")
+    decision_log: str | None = setting(
+        None, "File for every plan and its reasons; holds token ids. Read by explain and replay."
+    )
     compile_cache: str | None = setting(
         None, "Folder of compiled programs; default: the user's cache folder. 'off' disables it."
     )

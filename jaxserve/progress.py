@@ -7,7 +7,12 @@ from collections.abc import Callable
 import rich.progress
 from rich.console import Console
 
-_TITLES = {"download": "Downloading", "load": "Loading weights", "compile": "Compiling"}
+_TITLES = {
+    "download": "Downloading",
+    "load": "Loading weights",
+    "compile": "Compiling",
+    "answer": "Answering",
+}
 _COUNTS_BYTES = {"download", "load"}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import pathlib
 import platform
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from jaxserve.engine.output import OutputStage
 from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
 from jaxserve.models.sources import default_cache_dir
+from jaxserve.obs.decision_log import RecordingScheduler
 from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.scheduler import Scheduler
@@ -103,6 +105,9 @@ def build(
     scheduler = Scheduler.from_config(
         config, scheduling, eos_ids=loaded.eos_ids, vocab_size=num_tokens
     )
+    if config.decision_log is not None:
+        log = pathlib.Path(config.decision_log)
+        scheduler = RecordingScheduler(scheduler, log, _manifest(config, loaded, device))
     output = OutputStage(text, loaded.config.vocab_size)
     core = EngineCore(scheduler, runner, output, clock, pipelined=config.pipelined)
     table = memory.MemoryTable(loaded.weight_bytes, pages * page_bytes, memory.free_bytes(device))
@@ -115,6 +120,18 @@ def build(
         description=_describe(config, loaded, backend, device),
         warm_up=lambda: runner.compile(_part(progress, "compile")),
     )
+
+
+def _manifest(config: EngineConfig, loaded, device) -> dict:
+    """What a run was made of, for the head of its decision log."""
+    packages = ("jaxserve", "jax", "jaxlib", "numpy")
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "model": loaded.name,
+        "weights": loaded.fingerprint,
+        "device": device.device_kind,
+        "config": dataclasses.asdict(config),
+    }
 
 
 def _part(progress, name):
