@@ -34,8 +34,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _check_version(major: int, minor: int) -> None:
-    """Raises unless this jaxlib runs handlers of that version of XLA's FFI: the same major one and at
-    most its minor one. Registering any other would keep jax from starting its CPU backend."""
+    """Raises unless this jaxlib runs handlers of that version of XLA's FFI: the same major version,
+    at most its minor one. Registering any other would keep jax from starting its CPU backend."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     found = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header, re.MULTILINE))
     if major != int(found["MAJOR"]) or minor > int(found["MINOR"]):
