@@ -29,6 +29,7 @@ import schedule
 
 ALIASES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 SHORT_LOOP = 30  # bundles; shorter ones are waits
+CACHE_BYTES = 4 * 2**30
 TOOLS = pathlib.Path(__file__).resolve().parent
 H200 = """
 gpu_device_info {
@@ -121,6 +122,7 @@ def compile_attention(target: Target, args):
     shape = known[args.shape]
     dtype = jnp.dtype(args.dtype)
     spec = api.KVSpec(4, shape.J, shape.E, args.page_size, args.kv_dtype or args.dtype)
+    num_pages = args.num_pages or CACHE_BYTES // api.kv_bytes_per_page(spec, target.backend)
     rows, T, pages = args.rows, args.tokens, -(-args.max_len // args.page_size)
     array = lambda dims, dtype=jnp.int32: jax.ShapeDtypeStruct(dims, dtype)
     batch = api.RaggedBatch(
@@ -140,13 +142,13 @@ def compile_attention(target: Target, args):
         array((T, shape.H, shape.E), dtype),
         array((T, shape.J, shape.E), dtype),
         array((T, shape.J, shape.E), dtype),
-        api.kv_page_specs(spec, args.num_pages, target.backend),
+        api.kv_page_specs(spec, num_pages, target.backend),
         batch,
         array(()),
         sinks,
         donate=3,
     )
-    cache = args.num_pages * api.kv_bytes_per_page(spec, target.backend)
+    cache = num_pages * api.kv_bytes_per_page(spec, target.backend)
     return compiled, cache, cache // spec.num_layers
 
 
@@ -169,12 +171,14 @@ def compile_step(target: Target, args):
     family, config = read_config(_model_config(preset["model"]))
     stacked = Backend(attention=target.backend, linear="reference", stacked=True)
     config = dataclasses.replace(config, backend=stacked, dtype="bfloat16")
+    kv_spec = config.kv_spec(args.page_size, args.kv_dtype or jnp.bfloat16)
+    page_bytes = api.kv_bytes_per_page(kv_spec, target.backend)
     shape = RunnerShape(
         num_slots=preset.get("num_slots", 16),
         token_budget=preset.get("token_budget", 256),
         max_model_len=preset.get("max_model_len", 8192),
-        num_pages=args.num_pages,
-        kv_spec=config.kv_spec(args.page_size, args.kv_dtype or jnp.bfloat16),
+        num_pages=args.num_pages or CACHE_BYTES // page_bytes,
+        kv_spec=kv_spec,
     )
     pages = api.kv_page_specs(shape.kv_spec, shape.num_pages, target.backend)
     state = jax.eval_shape(
@@ -194,7 +198,7 @@ def compile_step(target: Target, args):
     compiled = target.compile(step, params, state, vector, donate=1)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     print(f"weights                {weights / 1e6:12,.1f} MB")
-    cache = shape.num_pages * api.kv_bytes_per_page(shape.kv_spec, target.backend)
+    cache = shape.num_pages * page_bytes
     return compiled, cache, cache // config.num_layers
 
 
@@ -267,7 +271,7 @@ def parse(argv):
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv_dtype", default=None, help="default: as --dtype")
     parser.add_argument("--page_size", type=int, default=16)
-    parser.add_argument("--num_pages", type=int, default=512)
+    parser.add_argument("--num_pages", type=int, default=None, help="default: 4 GiB of cache")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="packed tokens of the step")
     parser.add_argument("--max_len", type=int, default=8192, help="longest row")
