@@ -9,6 +9,7 @@ Nothing changes after construction: any number of threads may call a Tokenizer a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
@@ -85,17 +86,26 @@ class Tokenizer:
         self.pad_id = pad_id
         self.special_ids = table.special
         self.drops_first_space = table.drops_first_space
-        self.chat_template = chat_template
         self._encoder = encoder
+        self._added = table.added
         self._pieces = table.pieces
         self._data = table.data
         self._visible = [b"" if i in table.special else d for i, d in enumerate(table.data)]
         self._longest = _longest(table.data)
-        self._chat = None
-        if chat_template is not None:
-            special = {text for text, token in table.added.items() if token in table.special}
-            self._chat = ChatTemplate(chat_template, special, table.added, self._named_tokens())
-            self._encode_sealed = encoder.sealed(self._chat.control)
+        self._set_template(chat_template)
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another template, which is Jinja source."""
+        changed = copy.copy(self)
+        changed._set_template(source)
+        return changed
+
+    def _set_template(self, source: str | None) -> None:
+        self.chat_template, self._chat = source, None
+        if source is not None:
+            special = {text for text, token in self._added.items() if token in self.special_ids}
+            self._chat = ChatTemplate(source, special, self._added, self._named_tokens())
+            self._encode_sealed = self._encoder.sealed(self._chat.control)
 
     # ---- text to ids
 

@@ -268,6 +268,14 @@ def test_today_comes_from_outside():
     assert template.render(user("x")).text == "09 March 2026"
 
 
+def test_another_template_can_be_given():
+    plain = byte_level(control=["<s>"])
+    tokenizer = plain.with_chat_template("<s>{{ messages[0].content }}")
+    assert tokenizer.encode_chat(user("a<s>")) == [256, *b"a<s>"]
+    assert tokenizer.encode("ab") == plain.encode("ab")
+    assert plain.chat_template is None
+
+
 def test_no_template_says_what_to_do():
     with pytest.raises(TemplateError, match=r"/v1/completions.*--chat_template"):
         byte_level().encode_chat(user("x"))
