@@ -3,89 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
 
-import pydantic
+import orjson
 from fastapi import APIRouter, Request
 
 from jaxserve.server import sse
-from jaxserve.server.errors import ApiError, anthropic_body, json_response
-from jaxserve.server.generation import Choice, Tally, Work, collect, finish_name, run, work_of
+from jaxserve.server.anthropic_protocol import Conversation, CountRequest, MessagesRequest
+from jaxserve.server.errors import anthropic_body, json_response
+from jaxserve.server.generation import Tally, Work, collect, finish_name, run, work_of
 from jaxserve.server.limits import run_while_connected
 from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
-from jaxserve.server.protocol import Body, ContentPart, Message, refuse_unless
 from jaxserve.server.service import Service, service_of
-from jaxserve.types import OutputDelta, SamplingParams
+from jaxserve.server.speech import Call, Part, Reply, Style, Thought
 
 router = APIRouter()
-
-
-class AnthropicMessage(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True, extra="ignore")
-
-    role: Literal["user", "assistant", "system"]
-    content: str | list[ContentPart]
-
-
-class CountRequest(Body):
-    """POST /v1/messages/count_tokens."""
-
-    messages: list[AnthropicMessage]
-    system: str | list[ContentPart] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    add_generation_prompt: None = None
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        if self.messages and self.messages[-1].role == "assistant":
-            message = "messages: the last one must be the user's; answers cannot be begun for it"
-            raise ApiError(400, message, "unsupported_value", "messages")
-        refuse_unless(
-            self, tools=([],), tool_choice=({"type": "auto"}, {"type": "none"}),
-            thinking=({"type": "disabled"},),
-        )  # fmt: skip
-
-
-class MessagesRequest(CountRequest):
-    """POST /v1/messages."""
-
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, pydantic.Field(ge=0, le=1)] | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    mcp_servers: list[dict[str, Any]] | None = None
-    container: str | None = None
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        refuse_unless(self, mcp_servers=([],), container=())
-        if self.max_tokens < 1:
-            raise ApiError(400, "max_tokens: must be at least 1", "invalid_value", "max_tokens")
-
-    def params(self) -> SamplingParams:
-        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        given = {name: value for name, value in given.items() if value is not None}
-        stop = tuple(self.stop_sequences or ())
-        return SamplingParams(max_tokens=self.max_tokens, stop=stop, **given)
-
-
-class _Chat:
-    """The same conversation as encode_chat takes it: the system prompt is a message."""
-
-    def __init__(self, body: CountRequest):
-        turns = [Message(role=turn.role, content=turn.content) for turn in body.messages]
-        system = [Message(role="system", content=body.system)] if body.system else []
-        self.messages = system + turns if turns else []
-        self.chat_template_kwargs = body.chat_template_kwargs
-        self.add_generation_prompt = True
 
 
 @router.post("/v1/messages", **takes(MessagesRequest, streams=True))
@@ -95,12 +29,16 @@ async def messages(request: Request):
     body = await service.parse(request, MessagesRequest)
     service.check_model(body.model)
     params = service.open_for(body.params())
-    prompts = [await encode_chat(service, _Chat(body))]
-    work = work_of(request, "msg_", prompts, params)
+    functions = body.functions()
+    prompt = await encode_chat(service, Conversation(body), functions)
+    style = service.style_of(prompt, functions, single=body.single)
+    if style.needs_special:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    work = work_of(request, "msg_", [prompt], params)
     if body.stream:
         error_event = lambda error: sse.event(anthropic_body(error), "error")
-        return sse.EventStream(stream(service, work), request.state.request_id, error_event)
-    return json_response(await run_while_connected(request, whole(service, work)))
+        return sse.EventStream(stream(service, work, style), request.state.request_id, error_event)
+    return json_response(await run_while_connected(request, whole(service, work, style)))
 
 
 @router.post("/v1/messages/count_tokens", **takes(CountRequest))
@@ -109,11 +47,14 @@ async def count_tokens(request: Request):
     service = service_of(request)
     body = await service.parse(request, CountRequest)
     service.check_model(body.model)
-    return json_response({"input_tokens": len(await encode_chat(service, _Chat(body)))})
+    prompt = await encode_chat(service, Conversation(body), body.functions())
+    return json_response({"input_tokens": len(prompt)})
 
 
-def stop_of(reason: str, stop_reason: int | str | None) -> dict:
+def ending_of(reason: str, stop_reason: int | str | None, num_calls: int) -> dict:
     """Anthropic's stop_reason and stop_sequence for the engine's."""
+    if reason == "stop" and num_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     names = {"stop": "end_turn", "length": "max_tokens"}
@@ -142,24 +83,38 @@ def _message(service: Service, work: Work, content: list, ending: dict, usage: d
     }
 
 
-async def whole(service: Service, work: Work) -> dict:
+async def whole(service: Service, work: Work, style: Style) -> dict:
     """The finished message."""
     (choice,), tally = await collect(service, work)
-    return _message(service, work, _content(choice), _ending(choice), _usage(tally))
+    reply = await service.in_thread(Reply.of, style, "".join(choice.text))
+    ending = ending_of(choice.finish_reason, choice.stop_reason, len(reply.calls))
+    return _message(service, work, _content(reply), ending, _usage(tally))
 
 
-def _content(choice: Choice) -> list[dict]:
-    text = "".join(choice.text)
-    return [{"type": "text", "text": text}] if text else []
+def _content(reply: Reply) -> list[dict]:
+    blocks = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.calls:
+        block = {"type": "tool_use", "id": call.id, "name": call.name}
+        blocks.append({**block, "input": _input(call.arguments)})
+    return blocks
 
 
-def _ending(choice: Choice) -> dict:
-    return stop_of(choice.finish_reason, choice.stop_reason)
+def _input(arguments: str) -> dict:
+    """The arguments as an object; an empty one when the model wrote no valid JSON object."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-async def stream(service: Service, work: Work) -> AsyncIterator[bytes]:
-    """Events of one message with one text block."""
-    tally = Tally(work.num_prompt_tokens)
+async def stream(service: Service, work: Work, style: Style) -> AsyncIterator[bytes]:
+    """Events of one message: each of its blocks is opened, filled and closed in turn."""
+    tally, blocks, speech = Tally(work.num_prompt_tokens), Blocks(), style.speech()
     opened, ending = False, {}
     async with contextlib.aclosing(run(service, work)) as news:
         async for batch in news:
@@ -168,33 +123,66 @@ async def stream(service: Service, work: Work) -> AsyncIterator[bytes]:
                 tally.add(prompt_index, delta)
                 if not opened:
                     opened = True
-                    events += _opening(service, work, tally)
-                events += _text_events(delta)
+                    events.append(_opening(service, work, tally))
+                parts = speech.push(delta.text)
                 if delta.finish_reason is not None:
-                    ending = stop_of(finish_name(delta.finish_reason), delta.stop_reason)
+                    parts += speech.finish()
+                    reason = finish_name(delta.finish_reason)
+                    ending = ending_of(reason, delta.stop_reason, speech.num_calls)
+                for part in parts:
+                    events += blocks.add(part)
             if events:
                 yield b"".join(events)
-    stop = {"type": "content_block_stop", "index": 0}
     final = {"type": "message_delta", "delta": ending, "usage": _usage(tally)}
-    yield _event(stop) + _event(final) + _event({"type": "message_stop"})
+    yield b"".join([*blocks.close(), _event(final), _event({"type": "message_stop"})])
 
 
 def _event(content: dict) -> bytes:
     return sse.event(content, content["type"])
 
 
-def _opening(service: Service, work: Work, tally: Tally) -> list[bytes]:
+def _opening(service: Service, work: Work, tally: Tally) -> bytes:
     ending = {"stop_reason": None, "stop_sequence": None}
     message = _message(service, work, [], ending, _usage(tally))
-    block = {"type": "text", "text": ""}
-    return [
-        _event({"type": "message_start", "message": message}),
-        _event({"type": "content_block_start", "index": 0, "content_block": block}),
-    ]
+    return _event({"type": "message_start", "message": message})
 
 
-def _text_events(delta: OutputDelta) -> list[bytes]:
-    if not delta.text:
-        return []
-    piece = {"type": "text_delta", "text": delta.text}
-    return [_event({"type": "content_block_delta", "index": 0, "delta": piece})]
+class Blocks:
+    """The content blocks of a streamed message; at most one is open, the last."""
+
+    def __init__(self):
+        self._index = -1
+        self._open: object | None = None  # what the open block holds: a kind, or a call's index
+
+    def add(self, part: Part) -> list[bytes]:
+        """Events of one part: first those of a change of blocks, if it belongs into another."""
+        match part:
+            case Thought(text):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                events = self._switch("thinking", block)
+                return [*events, self._delta({"type": "thinking_delta", "thinking": text})]
+            case Call(index, call_id, name, arguments):
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                events = self._switch(index, block)
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+                return [*events, self._delta(delta)] if arguments else events
+        events = self._switch("text", {"type": "text", "text": ""})
+        return [*events, self._delta({"type": "text_delta", "text": part})]
+
+    def close(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [_event({"type": "content_block_stop", "index": self._index})]
+
+    def _switch(self, held: object, block: dict) -> list[bytes]:
+        if held == self._open:
+            return []
+        events = self.close()
+        self._open = held
+        self._index += 1
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*events, _event(start)]
+
+    def _delta(self, delta: dict) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})

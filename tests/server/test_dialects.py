@@ -77,6 +77,48 @@ def test_anthropic_errors_by_its_package(claude, running):
         running.engine.fail_at = None
 
 
+TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+CALL = 'Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Plzeň"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tooled():
+    anthropic = pytest.importorskip("anthropic")
+    engine = FakeEngine(max_model_len=600)
+    engine.scripts["call"] = CALL.encode()
+    with serving(engine, tool_parser="hermes") as running:
+        yield anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0), engine
+
+
+def test_tool_use_by_anthropics_package(tooled):
+    claude, engine = tooled
+    asked = dict(model=MODEL, max_tokens=200, tools=[TOOL])
+    ask = [{"role": "user", "content": "call"}]
+    whole = claude.messages.create(messages=ask, **asked)
+    with claude.messages.stream(messages=ask, **asked) as stream:
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        text, use = answer.content
+        assert (text.text, use.name, use.input) == ("Well.", "weather", {"city": "Plzeň"})
+        assert answer.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    turns = [*ask, {"role": "assistant", "content": whole.content},
+             {"role": "user", "content": [result]}]  # fmt: skip
+    claude.messages.create(messages=turns, **asked)
+    assert "tool\nsunny" in engine.tokenizer.decode(engine.calls[-1].prompt_ids)
+
+
+def test_thinking_is_a_block_of_its_own(client, engine):
+    engine.scripts["hi"] = b"<think>hmm</think>\n\nyes"
+    engine.tokenizer.chat_template += "<think>"
+    body = {"max_tokens": 40, "messages": HI}
+    kinds = [block["type"] for block in client.post("/v1/messages", body).json()["content"]]
+    assert kinds == ["thinking", "text"]
+    events = named_events(client.post("/v1/messages", body | {"stream": True}))
+    starts = [e["content_block"]["type"] for name, e in events if name == "content_block_start"]
+    assert starts == kinds
+
+
 def named_events(response):
     blocks = [block.split("\n") for block in response.text.strip().split("\n\n")]
     events = [
@@ -98,7 +140,8 @@ def test_message_events_in_order(running):
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_tokens": None}, {"tools": [{"name": "f"}]}, {"temperature": 1.5}, {"messages": []},
+    [{"max_tokens": None}, {"tools": [{"name": "f"}]}, {"tools": [{"type": "web_search_1"}]},
+     {"tool_choice": {"type": "any"}}, {"temperature": 1.5}, {"messages": []},
      {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"unheard": 1}, {"system": 5},
      {"messages": [*HI, {"role": "assistant", "content": "I"}]},
      {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}],
