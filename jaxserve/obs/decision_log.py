@@ -133,29 +133,30 @@ def _manifest(scheduler: Scheduler, more: dict) -> dict:
     }
 
 
-def _request_record(request: Request) -> dict:
-    """A request's fields; of its parameters, those that differ from the defaults."""
-    record = {field: getattr(request, field) for field in Request.__slots__ if field != "params"}
-    params = {
-        field.name: getattr(request.params, field.name)
-        for field in dataclasses.fields(SamplingParams)
-        if getattr(request.params, field.name) != getattr(_DEFAULTS, field.name)
-    }
-    if "logit_bias" in params:  # JSON's keys are strings
-        params["logit_bias"] = list(params["logit_bias"].items())
-    return record | {"params": params}
-
-
+# What the scheduler looks at in a request's parameters; the rest decides tokens, not plans.
+_PLANNED_PARAMS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+)
 _DEFAULTS = SamplingParams()
 
 
+def _request_record(request: Request) -> dict:
+    """A request's fields; of its parameters, those that matter here and are not the defaults."""
+    record = {field: getattr(request, field) for field in Request.__slots__ if field != "params"}
+    params = {name: getattr(request.params, name) for name in _PLANNED_PARAMS}
+    chosen = {k: value for k, value in params.items() if value != getattr(_DEFAULTS, k)}
+    return record | {"params": chosen}
+
+
 def _request_of(record: dict) -> Request:
-    params = dict(record["params"])
-    if "logit_bias" in params:
-        params["logit_bias"] = dict(params["logit_bias"])
-    fields = {**record, "params": SamplingParams(**params)}
-    fields["prompt_ids"] = tuple(fields["prompt_ids"])
-    return Request(**fields)
+    params = SamplingParams(**record["params"])
+    return Request(**{**record, "params": params, "prompt_ids": tuple(record["prompt_ids"])})
 
 
 def plan_record(plan: StepPlan) -> dict:

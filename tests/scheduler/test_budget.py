@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import SchedulerConfig
@@ -32,6 +32,7 @@ def test_oldest_first():
     assert oldest_first(np.array([5, 9, 4], np.int32), 0).tolist() == [0, 0, 0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(1, 600))
 def test_sharing_wastes_nothing_and_starves_nobody(pending, budget):
     pending = np.array(pending, np.int32)

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import SchedulerConfig
@@ -129,6 +129,7 @@ def test_refused_requests_are_counted_not_served():
     assert report.refusals == 1 and len(report.group("all").e2e) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(2e-4, 1e4), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
 def test_histogram_quantiles_are_right_to_a_bucket(values, share):
     histogram = Histogram()
