@@ -13,7 +13,10 @@ import sysconfig
 import jax
 
 ISAS = ("plain", "avx2", "avx512", "amx")  # each contains those before it; native.h's order
-TARGETS = ("jaxserve_linear_floats", "jaxserve_linear_groups", "jaxserve_ragged_attention")
+TARGETS = (
+    "jaxserve_linear_floats", "jaxserve_linear_groups", "jaxserve_ragged_attention",
+    "jaxserve_zeros",
+)  # fmt: skip
 
 
 @functools.cache
@@ -62,6 +65,17 @@ def isa_code(isa: str | None) -> int:
     if isa not in isas():
         raise ValueError(f"instruction set {isa!r}: this machine has {', '.join(isas())}")
     return ISAS.index(isa)
+
+
+def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
+    """jnp.zeros, in huge pages where the system has them: for arrays read a little here and there."""
+    assert available(), describe()
+    return _zeros_program(tuple(shape), jax.numpy.dtype(dtype))()
+
+
+@functools.cache
+def _zeros_program(shape, dtype):
+    return jax.jit(jax.ffi.ffi_call("jaxserve_zeros", jax.ShapeDtypeStruct(shape, dtype)))
 
 
 def describe() -> str:

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, native
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
 INT8_MAX = 127.0
@@ -87,7 +87,8 @@ def init_kv_pages(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
     """An empty cache: zeros, and scales of one."""
     specs = kv_page_specs(spec, num_pages, backend)
     scale = None if specs.scale is None else jnp.ones(specs.scale.shape, specs.scale.dtype)
-    return KVPages(jnp.zeros(specs.data.shape, specs.data.dtype), scale)
+    zeros = native.zeros if backend == "cpu" else jnp.zeros
+    return KVPages(zeros(specs.data.shape, specs.data.dtype), scale)
 
 
 def kv_bytes_per_page(spec: KVSpec, backend: str) -> int:
