@@ -37,6 +37,9 @@ class EngineConfig:
 
     model: str = setting("demo", "demo, a .gguf file, a Hugging Face folder, or a hub id.")
     tokenizer: str | None = setting(None, "Tokenizer folder or file; default: the model's own.")
+    chat_template: str | None = setting(
+        None, "Jinja file of the chat template; default: the model's own."
+    )
     served_model_name: str | None = setting(None, "Name clients use; default: from --model.")
     weight_dtype: str = setting(
         "auto",

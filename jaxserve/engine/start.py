@@ -76,6 +76,8 @@ def build(
     backend = choose_backend(config)
     path = models.resolve(config.model, cache_dir=cache_dir, progress=_part(progress, "download"))
     text = tokenizer.load(path, override=config.tokenizer and pathlib.Path(config.tokenizer))
+    if config.chat_template is not None:
+        text = text.with_chat_template(pathlib.Path(config.chat_template).read_text())
     loaded = models.load(
         config.model,
         weight_dtype=config.weight_dtype,
