@@ -18,6 +18,7 @@ from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
 from jaxserve.server.protocol import Body, ContentPart, Message, refuse_unless
 from jaxserve.server.service import Service, service_of
+from jaxserve.server.speech import Reply, Style
 from jaxserve.types import SamplingParams
 
 router = APIRouter()
@@ -108,17 +109,22 @@ async def responses(request: Request):
     body = await service.parse(request, ResponsesRequest)
     service.check_model(body.model)
     params = service.open_for(body.params())
-    prompts = [await encode_chat(service, _Chat(body))]
-    answer = Answer(service, body, work_of(request, "resp_", prompts, params))
+    prompt = await encode_chat(service, _Chat(body))
+    style = service.style_of(prompt, [], single=False)
+    answer = Answer(service, body, work_of(request, "resp_", [prompt], params), style)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id, answer.error_event)
     return json_response(await run_while_connected(request, answer.whole()))
 
 
 class Answer:
-    """Shapes one answer as a response object, whole or as the events that build it up."""
+    """Shapes one answer as a response object, whole or as the events that build it up.
 
-    def __init__(self, service: Service, body: ResponsesRequest, work: Work):
+    A model's reasoning stays inside: the API has summaries of it, and nobody here writes them.
+    """
+
+    def __init__(self, service: Service, body: ResponsesRequest, work: Work, style: Style):
+        self._style = style
         self._service = service
         self._body = body
         self._work = work
@@ -174,21 +180,26 @@ class Answer:
 
     async def whole(self) -> dict:
         (choice,), tally = await collect(self._service, self._work)
-        return self._finished("".join(choice.text), choice.finish_reason, tally)
+        text = "".join(choice.text)
+        reply = await self._service.in_thread(Reply.of, self._style, text)
+        return self._finished(reply.content, choice.finish_reason, tally)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Events from response.created to response.completed or response.incomplete."""
         tally, text, reason = Tally(self._work.num_prompt_tokens), [], "stop"
+        speech = self._style.speech()
         async with contextlib.aclosing(run(self._service, self._work)) as news:
             async for batch in news:
                 events = [] if self._sequence else self._opening()
                 for prompt_index, delta in batch:
                     tally.add(prompt_index, delta)
-                    text.append(delta.text)
-                    if delta.text:
-                        events.append(self._text_event("delta", delta=delta.text))
+                    parts = speech.push(delta.text)
                     if delta.finish_reason is not None:
+                        parts += speech.finish()
                         reason = finish_name(delta.finish_reason)
+                    for piece in (part for part in parts if isinstance(part, str)):
+                        text.append(piece)
+                        events.append(self._text_event("delta", delta=piece))
                 yield b"".join(events)
         yield self._closing("".join(text), reason, tally)
 

@@ -191,3 +191,12 @@ def test_a_response_stream_that_fails_says_so(client, engine):
     engine.fail_at = 2
     events = named_events(client.post("/v1/responses", {"input": "hi", "stream": True}))
     assert events[-1][0] == "error" and events[-1][1]["code"] == "engine_failed"
+
+
+def test_a_response_keeps_reasoning_to_itself(client, engine):
+    engine.scripts["hi"] = b"<think>hmm</think>\n\nyes"
+    engine.tokenizer.chat_template += "<think>"
+    whole = client.post("/v1/responses", {"input": "hi"}).json()
+    assert whole["output"][0]["content"][0]["text"] == "yes"
+    events = named_events(client.post("/v1/responses", {"input": "hi", "stream": True}))
+    assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "yes"
