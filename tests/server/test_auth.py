@@ -3,11 +3,11 @@
 import hashlib
 
 import pytest
-from conftest import Client
 from fake_engine import FakeEngine
 from test_completions import error_of
 
 from jaxserve.server.auth import KeyRing
+from tests.server.conftest import Client
 
 KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
 

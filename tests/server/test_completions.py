@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from conftest import Client
 from fake_engine import BOS, STEP_LOGPROB, VOCAB, FakeEngine, text_of
+
+from tests.server.conftest import Client
 
 
 def ids(text):

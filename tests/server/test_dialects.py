@@ -4,10 +4,11 @@ import json
 
 import openai
 import pytest
-from conftest import http, serving
 from fake_engine import MODEL, FakeEngine, text_of
 from test_chat import rendered
 from test_completions import error_of
+
+from tests.server.conftest import http, serving
 
 
 @pytest.fixture(scope="module")

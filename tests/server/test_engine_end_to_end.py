@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from conftest import http, serving
 from fake_engine import EOS, VOCAB, byte_tokenizer
 from test_completions import error_of
 from test_lifecycle import wait_for
@@ -22,6 +21,7 @@ from jaxserve.engine.output import OutputStage
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim.fake_runner import FakeRunner, expected_output
 from jaxserve.types import MAX_LOGPROBS, Request, SamplingParams
+from tests.server.conftest import http, serving
 
 
 class SlowRunner(FakeRunner):

@@ -8,12 +8,12 @@ import threading
 import httpx
 import orjson
 import pytest
-from conftest import Client, http, serving
 from fake_engine import MODEL, FakeEngine
 from test_completions import error_of
 
 from jaxserve.config import ServerConfig
 from jaxserve.server import app as server_app
+from tests.server.conftest import Client, http, serving
 
 
 def talk(engine, scenario, **settings):

@@ -5,10 +5,10 @@ import socket
 import time
 
 import pytest
-from conftest import http, serving
 from fake_engine import FakeEngine
 
 from jaxserve.server import limits
+from tests.server.conftest import http, serving
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 

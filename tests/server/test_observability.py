@@ -5,13 +5,13 @@ import pathlib
 import re
 
 import pytest
-from conftest import Client
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from test_completions import error_of
 
 from jaxserve.obs.metrics import Metrics
 from jaxserve.server import report
+from tests.server.conftest import Client
 
 
 def scrape(client):

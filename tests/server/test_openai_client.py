@@ -2,11 +2,11 @@
 
 import openai
 import pytest
-from conftest import serving
 from fake_engine import BOS, MODEL, FakeEngine, text_of
 from test_chat import rendered
 
 from jaxserve.types import RequestRefused
+from tests.server.conftest import serving
 
 
 @pytest.fixture(scope="module")

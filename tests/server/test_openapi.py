@@ -1,8 +1,9 @@
 """The OpenAPI document, and requests made up from it: nothing valid or broken may give a 5xx."""
 
 import pytest
-from conftest import Client
 from fake_engine import FakeEngine
+
+from tests.server.conftest import Client
 
 schemathesis = pytest.importorskip("schemathesis")
 import hypothesis  # noqa: E402

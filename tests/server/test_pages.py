@@ -4,10 +4,10 @@ import re
 import shutil
 
 import pytest
-from conftest import Client, serving
 from fake_engine import FakeEngine
 
 from jaxserve.server import pages
+from tests.server.conftest import Client, serving
 
 
 def test_files_come_with_their_types_and_a_strict_policy(client):

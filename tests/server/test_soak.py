@@ -5,8 +5,9 @@ import asyncio
 import importlib.util
 import pathlib
 
-from conftest import serving
 from test_engine_end_to_end import real_engine
+
+from tests.server.conftest import serving
 
 TOOL = pathlib.Path(__file__).resolve().parents[2] / "tools" / "soak.py"
 

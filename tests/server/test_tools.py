@@ -4,12 +4,12 @@ import json
 
 import openai
 import pytest
-from conftest import Client, serving
 from fake_engine import MODEL, FakeEngine
 from test_completions import error_of, events
 
 from jaxserve.server.speech import Call, Reply, Style, Thought
 from jaxserve.tokenizer.tools import HermesParser
+from tests.server.conftest import Client, serving
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 TIME = {"type": "function", "function": {"name": "time"}}
