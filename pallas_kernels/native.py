@@ -68,7 +68,7 @@ def isa_code(isa: str | None) -> int:
 
 
 def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
-    """jnp.zeros, in huge pages where the system has them: for arrays read a little here and there."""
+    """jnp.zeros in huge pages, where the system has them: for arrays read here and there."""
     assert available(), describe()
     return _zeros_program(tuple(shape), jax.numpy.dtype(dtype))()
 

@@ -1,4 +1,4 @@
-"""What every test shares: strict jax, the large reference files when they are there, no surprises."""
+"""What every test shares: strict jax, and the large reference files when they are there."""
 
 import pathlib
 

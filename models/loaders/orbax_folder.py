@@ -34,7 +34,7 @@ class OrbaxTensor:
     folder: pathlib.Path
     keys: tuple[str, ...]
     identity: bytes
-    part: slice = slice(None)  # of its rows
+    part: slice = dataclasses.field(default_factory=lambda: slice(None))  # of its rows
 
     def array(self) -> np.ndarray:
         """The values, read at every call. ValueError naming the array if they are gone."""

@@ -4,10 +4,10 @@ import functools
 import json
 
 import pytest
-from conftest import DATA
 from real_models import real_model
 
 from jaxserve import tokenizer as package
+from tests.conftest import DATA
 
 PROMPTS = json.loads((DATA / "tokenizer" / "prompts.json").read_text("utf-8"))
 CASES = [(model, name) for model, cases in PROMPTS.items() for name in cases]
