@@ -36,6 +36,20 @@ _ERROR = {
 }
 
 
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
 def takes(model: type, *, streams: bool = False) -> dict:
     """Arguments for a route whose JSON body is a `model`; streams: it may answer with events."""
     _bodies[model.__name__] = model
@@ -64,9 +78,10 @@ def _build(app: FastAPI) -> dict:
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions.get("$defs", {}))
-    schemas["Error"] = _ERROR
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for operations in document["paths"].values():
+    schemas["Error"], schemas["AnthropicError"] = _ERROR, _ANTHROPIC_ERROR
+    for path, operations in document["paths"].items():
+        name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         for operation in operations.values():
             for status, text in REFUSALS.items():
                 operation["responses"].setdefault(status, {"description": text, "content": content})
