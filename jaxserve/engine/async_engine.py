@@ -61,11 +61,12 @@ class _Stream:
 
     async def take(self) -> list[OutputDelta]:
         """Everything new; waits until there is something. Raises the error that ended it."""
-        await self.news.wait()
-        self.news.clear()
+        while not self.deltas:
+            if self.error is not None:
+                raise self.error
+            self.news.clear()
+            await self.news.wait()
         taken, self.deltas = self.deltas, []
-        if not taken and self.error is not None:
-            raise self.error
         self.open_choices -= sum(delta.finish_reason is not None for delta in taken)
         return taken
 

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.async_engine import AsyncEngine, _Stream
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.types import EngineFailed, FinishReason, RequestRefused, SamplingParams, StepResult
+from jaxserve.types import (
+    EngineFailed,
+    FinishReason,
+    OutputDelta,
+    RequestRefused,
+    SamplingParams,
+    StepResult,
+)
 from tests.engine.harness import VOCAB, IdTokenizer
 
 CONFIG = EngineConfig(
@@ -267,3 +274,17 @@ def test_shutting_down_fails_what_is_open():
     scheduler = Scheduler.from_config(CONFIG, eos_ids=(), vocab_size=VOCAB, cache_key=b"test")
     core = EngineCore(scheduler, CountingRunner(), OutputStage(IdTokenizer()), Clock())
     asyncio.run(main(AsyncEngine(core, IdTokenizer(), config=CONFIG)))
+
+
+def test_an_end_that_arrives_with_the_last_tokens_is_not_missed():
+    """Tokens and the failure reach the loop in one turn: both must come out."""
+
+    async def main():
+        stream = _Stream(asyncio.get_running_loop(), 1)
+        stream.put(OutputDelta(0, token_ids=[3]))
+        stream.fail(EngineFailed("gone"))
+        assert [delta.token_ids for delta in await stream.take()] == [[3]]
+        with pytest.raises(EngineFailed, match="gone"):
+            await asyncio.wait_for(stream.take(), 5)
+
+    asyncio.run(main())
