@@ -156,10 +156,17 @@ def test_refusals_reach_the_one_who_asked():
 def test_a_request_id_is_used_once_at_a_time():
     async def main(engine):
         params = SamplingParams(max_tokens=50, temperature=0.0)
+        engine.core.runner.gate.clear()
         first = engine.generate([1], params, request_id="x")
-        await anext(first)
-        with pytest.raises(RequestRefused, match="in use"):
-            await anext(engine.generate([1], params, request_id="x"))
+        tasks = [asyncio.create_task(anext(first))]
+        while not engine.core.has_work:
+            await asyncio.sleep(0)
+        second = engine.generate([1], params, request_id="x")
+        tasks.append(asyncio.create_task(anext(second)))
+        await asyncio.sleep(0)
+        engine.core.runner.gate.set()
+        _, refused = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(refused, RequestRefused) and "in use" in str(refused)
         async for _ in first:
             pass
         async for _ in engine.generate([1], params, request_id="x"):
