@@ -71,22 +71,13 @@ def serve(
     _,
     cache_dir,
 ) -> int:
-    from jaxserve.engine.async_engine import AsyncEngine
-    from jaxserve.engine.start import build
     from jaxserve.obs.metrics import Metrics
     from jaxserve.server import app
 
     start = time.monotonic()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with Progress(errors) as progress:
-        parts = build(
-            engine_config,
-            scheduling,
-            clock=time.monotonic,
-            progress=progress,
-            cache_dir=cache_dir,
-        )
-        engine = AsyncEngine.from_parts(parts)
+        engine = _start(engine_config, scheduling, progress, cache_dir)
         metrics = Metrics(engine.stats, engine.model_name)
         engine.observe(metrics)
 
@@ -201,21 +192,12 @@ def report(report_config: ReportConfig, files, _) -> int:
 
 def batch(engine_config, scheduling, files, cache_dir) -> int:
     """Runs a file of requests in OpenAI's batch format; answered lines are not run again."""
-    from jaxserve.engine.async_engine import AsyncEngine
-    from jaxserve.engine.start import build
     from jaxserve.server import batch as batches
 
     if len(files) != 2:
         raise ValueError("batch: give two files, as in `jaxserve batch IN.jsonl OUT.jsonl`")
     with Progress(errors) as progress:
-        parts = build(
-            engine_config,
-            scheduling,
-            clock=time.monotonic,
-            progress=progress,
-            cache_dir=cache_dir,
-        )
-        engine = AsyncEngine.from_parts(parts)
+        engine = _start(engine_config, scheduling, progress, cache_dir)
         engine.wait_until_ready()
         failed = batches.run(*map(pathlib.Path, files), engine, progress=progress.part("answer"))
         engine.shutdown()
@@ -291,6 +273,21 @@ def simulate(config: SimulationConfig, _, __) -> int:
 
 def _say(line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
+
+
+def _start(engine_config, scheduling, progress, cache_dir):
+    """An AsyncEngine that still warms up."""
+    from jaxserve.engine.async_engine import AsyncEngine
+    from jaxserve.engine.start import build
+
+    parts = build(
+        engine_config,
+        scheduling,
+        clock=time.monotonic,
+        progress=progress,
+        cache_dir=cache_dir,
+    )
+    return AsyncEngine.from_parts(parts)
 
 
 def _load(engine_config: EngineConfig, scheduling: SchedulerConfig, cache_dir):
