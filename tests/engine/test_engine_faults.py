@@ -136,10 +136,10 @@ def test_one_request_that_breaks_the_text_stage_fails_alone(tiny_model):
     core = make_core(tiny_model)
     plain = core.output.open
 
-    def open_or_break(asked):
+    def open_or_break(asked, matchers):
         if asked.prompt_ids[0] == 333:
             raise RuntimeError("no such text")
-        plain(asked)
+        plain(asked, matchers)
 
     core.output.open = open_or_break
     core.add(request("good", prompt(20, seed=1)))
