@@ -43,18 +43,18 @@ class RunnerShape:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """T of each program: powers of four from 1, and the budget. Deterministic pins one.
+        """T of each program. Deterministic pins one.
 
-        Steps of four bound padding where it is cheap (attention and the native matmul skip it) and
-        halve the number of programs against steps of two.
+        Powers of four while a step is small, then the budget's eighth, quarter, half and three
+        quarters: a refilled slot makes steps of any size up to the budget, and what a step is
+        padded by costs as much as what it is for.
         """
         largest = 1 << (self.token_budget - 1).bit_length()
         if self.deterministic:
             return (largest,)
-        sizes = [1]
-        while sizes[-1] * 4 < largest:
-            sizes.append(sizes[-1] * 4)
-        return (*sizes, largest) if largest > 1 else (1,)
+        small = {4**power for power in range(16) if 4**power < largest}
+        parts = {largest * eighths // 8 for eighths in (1, 2, 4, 6)}
+        return tuple(sorted({*small, *(part for part in parts if part >= 32), largest}))
 
 
 @dataclasses.dataclass(frozen=True)
