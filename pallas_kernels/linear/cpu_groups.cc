@@ -15,7 +15,7 @@ namespace ffi = xla::ffi;
 constexpr int kLargest = 32512;           // 127 * 256: the high byte of a rounded x stays in int8
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in cache while panels pass: half an L2
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
-constexpr float kPeaks = 2.0f;            // see PeaksOp; rows of normal numbers have about 0.2
+constexpr float kPeaks = 0.5f;            // see PeaksOp; rows of normal numbers have about 0.2
 constexpr int64_t kAmxFromRows = 4;       // fewer rows are faster without tiles
 
 struct RoundJob {
