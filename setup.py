@@ -33,6 +33,7 @@ NATIVE_SOURCES = [
     "pallas_kernels/native_zeros.cc",
     "pallas_kernels/linear/cpu_floats.cc",
     "pallas_kernels/linear/cpu_groups.cc",
+    "pallas_kernels/linear/cpu_groups_amx.cc",
     "pallas_kernels/linear/cpu_groups_avx512.cc",
     "pallas_kernels/ragged_paged_attention/cpu.cc",
 ]

@@ -217,7 +217,7 @@ Team::~Team() {
   if (own_ != nullptr) AlignedDelete(own_);
 }
 
-void* Team::Allocate(size_t bytes) {
+void* Team::Allocate(size_t bytes) const {
   if (!owner_) return own_ = AlignedNew(bytes);
   if (bytes > shared_scratch_bytes) {
     if (shared_scratch != nullptr) AlignedDelete(shared_scratch);

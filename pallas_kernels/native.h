@@ -98,16 +98,16 @@ class Team {
 
   // Uninitialised memory, 64-byte aligned, until this Team ends. One block: ask once for all.
   template <typename T>
-  T* Scratch(size_t count) {
+  T* Scratch(size_t count) const {
     static_assert(std::is_trivial_v<T>);
     return static_cast<T*>(Allocate(count * sizeof(T)));
   }
 
  private:
-  void* Allocate(size_t bytes);
+  void* Allocate(size_t bytes) const;
   bool owner_;
   unsigned saved_mode_;
-  void* own_ = nullptr;
+  mutable void* own_ = nullptr;
 };
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -9,10 +9,10 @@ one matrix, and the native backend reads it in place: under lax.scan no weight i
 
 Backends: "cpu", native code that uses every core this process may run on, and "reference", plain
 jnp for any device. The cpu backend promises that a row of y depends on that row of x alone, bit for
-bit: not on T, not on the other rows. Accuracy, relative to the largest element of a row of y:
-float32 and bfloat16 weights some 1e-7 (products and sums in float32); quantised weights some 1e-5
-(activations in 16 bits per 32 inputs, or in 32 where a few inputs dwarf the rest; integer sums
-exact; groups added in float32).
+bit, and not on the other rows; nor on their number, but for one exception: on a processor with AMX
+quantised weights meet three rows or more on its tile unit. Accuracy, relative to the largest
+element of a row of y: some 1e-7 (products and sums in float32, or integers of 30 bits), on the tile
+unit some 1e-6 (16 bits of every weight and activation, sums in float32).
 """
 
 import jax

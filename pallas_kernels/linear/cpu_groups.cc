@@ -3,8 +3,6 @@
 
 #include "cpu_groups.h"
 
-#include <vector>
-
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve::groups {
@@ -12,128 +10,91 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kLargest = 32512;           // 127 * 256: the high byte of a rounded x stays in int8
+constexpr int kStepsInPeak = 29;  // bits: a block's largest value is 2^29 to 2^30 steps
+constexpr int kLeastExponent = 47, kMostExponent = 240;  // biased, of a block's largest value
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in cache while panels pass: half an L2
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
-constexpr float kPeaks = 0.5f;            // see PeaksOp; rows of normal numbers have about 0.2
-constexpr int64_t kAmxFromRows = 4;       // fewer rows are faster without tiles
+constexpr int64_t kTilesFromRows = 3;     // fewer rows wait for memory, whatever multiplies them
 
 struct RoundJob {
   const float* x;  // [T, D]
   int64_t T, D;
-  const int32_t* remainders;  // the rows that go through twice
-  int64_t num_remainders;
-  bool split;  // high and low bytes apart
   int zero;
   Rounded to;
 };
 
-// A block's largest magnitude, as bits: they order like the magnitudes, infinity and NaN on top.
-JAXSERVE_INLINE int32_t PeakBits(const float* x) {
+float PowerOfTwo(int biased_exponent) {
+  int32_t bits = biased_exponent << 23;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// The biased exponent of a block's largest magnitude; 255 where one is infinite or NaN.
+JAXSERVE_INLINE int PeakExponent(const float* x) {
   int32_t peak = 0;
   for (int k = 0; k < kBlock; ++k) {
-    int32_t bits;
+    int32_t bits;  // of a magnitude: they order as it does
     std::memcpy(&bits, x + k, sizeof(bits));
     peak = std::max(peak, bits & 0x7fffffff);
   }
-  return peak;
+  return peak >> 23;
 }
 
-// The step of a block's rounding: kLargest steps are the largest value. 0 where all is 0 (or below
-// 1e-30, where the quotient would overflow), NaN where that value is infinite or NaN: its row's
-// outputs are NaN then, and no other row's.
-JAXSERVE_INLINE float StepOf(const float* x) {
-  int32_t bits = PeakBits(x);
-  float peak;
-  std::memcpy(&peak, &bits, sizeof(peak));
-  if (bits >= 0x7f800000) return std::nanf("");
-  return peak > 1e-30f ? peak / kLargest : 0.0f;
-}
-
-JAXSERVE_INLINE void RoundValues(const float* x, float step, int32_t* q) {
-  float inverse = step > 0 ? 1.0f / step : 0.0f;  // of NaN: 0
+// 16-bit values as 256 * upper + lower, signed bytes.
+JAXSERVE_INLINE void StoreBytes(const int32_t* values, int8_t* to, int64_t plane_bytes) {
   for (int k = 0; k < kBlock; ++k) {
-    float value = step > 0 ? x[k] * inverse : 0.0f;
-    q[k] = static_cast<int32_t>(std::nearbyint(value));
+    int32_t lower = static_cast<int8_t>(values[k]);
+    to[k] = static_cast<int8_t>((values[k] - lower) >> 8);
+    to[k + plane_bytes] = static_cast<int8_t>(lower);
   }
 }
 
-// Rounds one block of a row, or what its first rounding left over.
-JAXSERVE_INLINE void RoundBlock(const float* x, bool remainder, const RoundJob& job, int64_t tile,
-                                int64_t block, int64_t row) {
+// Rounds one block of a row. Blocks below 2^-80 are zero; those of 2^114 and more, infinite or NaN make
+// their row's outputs NaN (beyond those bounds the products would leave float32's range).
+JAXSERVE_INLINE void RoundBlock(const float* x, const RoundJob& job, int64_t tile, int64_t block,
+                                int64_t row) {
   const Rounded& to = job.to;
-  float step = StepOf(x);
-  int32_t q[kBlock];
-  RoundValues(x, step, q);
-  if (remainder) {
-    float left[kBlock];
-    for (int k = 0; k < kBlock; ++k) left[k] = step > 0 ? x[k] - q[k] * step : 0.0f;
-    step = StepOf(left);
-    RoundValues(left, step, q);
+  int exponent = PeakExponent(x);
+  bool zero = exponent < kLeastExponent, bad = exponent > kMostExponent;
+  float inverse = zero || bad ? 0.0f : PowerOfTwo(254 + kStepsInPeak - exponent);
+  float step = zero ? 0.0f : bad ? std::nanf("") : PowerOfTwo(exponent - kStepsInPeak);
+  int32_t high[kBlock], low[kBlock];
+  for (int k = 0; k < kBlock; ++k) {
+    float value = inverse > 0 ? x[k] * inverse : 0.0f;
+    int32_t q = static_cast<int32_t>(std::nearbyint(value));
+    low[k] = ((q + 0x8080) & 0xffff) - 0x8080;  // within two signed bytes' range
+    high[k] = (q - low[k]) >> 16;
   }
-  int64_t at = to.At(tile, block);
-  int8_t* values = to.values + at * 64;
-  if (job.split) {
-    int8_t* high = values + row * kBlock;
-    int8_t* low = high + to.rows * kBlock;
-    for (int k = 0; k < kBlock; ++k) {
-      int32_t h = (q[k] + 128) >> 8;
-      high[k] = static_cast<int8_t>(h);
-      low[k] = static_cast<int8_t>(q[k] - h * 256);
-    }
-  } else {
-    int16_t* whole = reinterpret_cast<int16_t*>(values) + row * kBlock;
-    for (int k = 0; k < kBlock; ++k) whole[k] = static_cast<int16_t>(q[k]);
-  }
-  to.scale[at + row] = step;
+  int8_t* bytes = to.Planes(tile, block) + row * kBlock;
+  StoreBytes(high, bytes, to.plane_bytes());
+  StoreBytes(low, bytes + 2 * to.plane_bytes(), to.plane_bytes());
+  int64_t first = to.At(tile, block);
+  to.step[first + row] = step;
   int length = kBlock / to.parts;
   for (int part = 0; part < to.parts; ++part) {
-    int32_t sum = 0;
-    for (int k = 0; k < length; ++k) sum += q[part * length + k];
-    to.sum[at * to.parts + part * to.rows + row] = step * static_cast<float>(sum);
-    to.start[at * to.parts + part * to.rows + row] = -job.zero * sum;
+    int32_t highs = 0, lows = 0;
+    for (int k = part * length; k < (part + 1) * length; ++k) highs += high[k], lows += low[k];
+    to.sum[first * to.parts + part * to.rows + row] =
+        step * (static_cast<float>(highs) * 65536.0f + static_cast<float>(lows));
+    int32_t* start = to.start + 2 * (first * to.parts + part * to.rows) + row;
+    start[0] = -job.zero * highs;
+    start[to.rows] = -job.zero * lows;
   }
 }
 
+// Blocks [begin, end) of a tile.
 struct RoundOp {
-  using Signature = void(const RoundJob& job, int64_t tile);
+  using Signature = void(const RoundJob& job, int64_t tile, int64_t begin, int64_t end);
   template <Isa>
-  static JAXSERVE_INLINE void Run(const RoundJob& job, int64_t tile) {
-    for (int64_t r = 0; r < job.to.rows; ++r) {
-      static const float kZeros[kBlock] = {};
-      int64_t row = tile * job.to.rows + r, again = row - job.T;
-      int64_t source = again < 0 ? row : again < job.num_remainders ? job.remainders[again] : -1;
-      for (int64_t b = 0; b < job.to.blocks; ++b) {
-        const float* x = source < 0 ? kZeros : job.x + source * job.D + b * kBlock;
-        RoundBlock(x, again >= 0, job, tile, b, r);
+  static JAXSERVE_INLINE void Run(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {
+    static const float kZeros[kBlock] = {};
+    for (int64_t block = begin; block < end; ++block) {
+      for (int64_t r = 0; r < job.to.rows; ++r) {
+        int64_t row = tile * job.to.rows + r;
+        const float* x = row < job.T ? job.x + row * job.D + block * kBlock : kZeros;
+        RoundBlock(x, job, tile, block, r);
       }
-    }
-  }
-};
-
-// Marks the rows whose rounding would drown most of their inputs: where the blocks' largest values
-// together have more energy than kPeaks times all the others.
-struct PeaksOp {
-  using Signature = void(const float* x, int64_t rows, int64_t D, int8_t* marks);
-  template <Isa>
-  static JAXSERVE_INLINE void Run(const float* x, int64_t rows, int64_t D, int8_t* marks) {
-    for (int64_t row = 0; row < rows; ++row, x += D) {
-      Lanes squares = {};
-      float peaks = 0;
-      for (int64_t at = 0; at < D; at += kBlock) {
-        int32_t bits = PeakBits(x + at);
-        float peak;
-        std::memcpy(&peak, &bits, sizeof(peak));
-        peaks += peak * peak;
-        for (int half = 0; half < kBlock; half += kPanel) {
-          Lanes v;
-          std::memcpy(&v, x + at + half, sizeof(v));
-          squares += v * v;
-        }
-      }
-      float energy = 0;
-      for (int i = 0; i < kPanel; ++i) energy += squares[i];
-      marks[row] = peaks > kPeaks * (energy - peaks);
     }
   }
 };
@@ -167,12 +128,12 @@ float FromHalf(uint16_t bits) {
 
 // sums[n] = sum over quads of code[quad][n][0..3] * x[quad * 4 + 0..3].
 struct PlainDot {
-  static JAXSERVE_INLINE IntLanes Dot(const int8_t* codes, const int16_t* x, int quads) {
+  static JAXSERVE_INLINE IntLanes Dot(const int8_t* codes, const int8_t* x, int quads) {
     int32_t sums[kPanel] = {};
     for (int quad = 0; quad < quads; ++quad) {
       for (int n = 0; n < kPanel; ++n) {
         const int8_t* c = codes + (quad * kPanel + n) * 4;
-        const int16_t* v = x + quad * 4;
+        const int8_t* v = x + quad * 4;
         sums[n] += c[0] * v[0] + c[1] * v[1] + c[2] * v[2] + c[3] * v[3];
       }
     }
@@ -198,12 +159,12 @@ struct PlainDot {
 
 #if JAXSERVE_X86
 struct Avx2Dot {
-  JAXSERVE_AVX2 static inline IntLanes Dot(const int8_t* codes, const int16_t* x, int quads) {
+  JAXSERVE_AVX2 static inline IntLanes Dot(const int8_t* codes, const int8_t* x, int quads) {
     __m256i sums[4] = {};  // [i]: two partial sums of each of the features 4 i .. 4 i + 3
     for (int quad = 0; quad < quads; ++quad) {
-      int64_t four;
+      int32_t four;
       std::memcpy(&four, x + quad * 4, sizeof(four));
-      __m256i v = _mm256_set1_epi64x(four);
+      __m256i v = _mm256_cvtepi8_epi16(_mm_set1_epi32(four));
       for (int i = 0; i < 4; ++i) {
         auto at = reinterpret_cast<const __m128i*>(codes + (quad * 4 + i) * 16);
         __m256i c = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
@@ -236,7 +197,7 @@ struct Avx2Dot {
 #endif
 
 template <typename Dots>
-JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, const Output& y, const Region& region) {
+JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, float* y, const Region& region) {
   int quads = kBlock / 4 / w.parts;
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
     for (int64_t tile = region.tile0; tile < region.tile1; ++tile) {
@@ -248,15 +209,19 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, const Output& y
         alignas(64) int8_t expanded[kBlock * kPanel];
         const int8_t* block = BlockCodes(w, codes, expanded);
         int64_t at = x.At(tile, b);
-        auto values = reinterpret_cast<const int16_t*>(x.values + at * 64);
         for (int part = 0; part < w.parts; ++part) {
           Lanes ws = Dots::Floats(w, scale), wo = {};
           if (offset != nullptr) wo = Dots::Floats(w, offset);
           const float* sums = x.sum + at * w.parts + part * x.rows;
           for (int64_t r = 0; r < x.rows; ++r) {
-            IntLanes dot = Dots::Dot(block + part * quads * kPanel * 4,
-                                    values + r * kBlock + part * quads * 4, quads);
-            total[r] += __builtin_convertvector(dot, Lanes) * x.scale[at + r] * ws;
+            const int8_t* bytes = x.Planes(tile, b) + r * kBlock + part * quads * 4;
+            IntLanes dot[kBytes];
+            for (int i = 0; i < kBytes; ++i, bytes += x.plane_bytes()) {
+              dot[i] = Dots::Dot(block + part * quads * kPanel * 4, bytes, quads);
+            }
+            Lanes high = __builtin_convertvector(dot[0] * 256 + dot[1], Lanes);
+            Lanes low = __builtin_convertvector(dot[2] * 256 + dot[3], Lanes);
+            total[r] += (high * 65536.0f + low) * x.step[at + r] * ws;
             if (offset != nullptr) total[r] += wo * sums[r];
           }
           scale += w.scale_bytes();
@@ -270,68 +235,46 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, const Output& y
 
 // ---- the call ----------------------------------------------------------------------------------
 
-struct Choice {
-  Kernel kernel;
-  bool split;
-  int64_t multiple;  // tile rows are a multiple of this
-};
-
-Choice Choose(Isa isa, int64_t rows) {
+Kernel Choose(Isa isa) {
 #if JAXSERVE_X86
-  if (isa == Isa::kAmx && rows >= kAmxFromRows) return {Amx, true, 4};
-  if (isa >= Isa::kAvx512) return {Avx512, true, 1};
-  if (isa == Isa::kAvx2) return {Avx2, false, 1};
+  if (isa >= Isa::kAvx512) return Avx512;
+  if (isa == Isa::kAvx2) return Avx2;
 #endif
-  return {Plain, false, 1};
+  return Plain;
 }
 
-void Linear(const Weight& w, const float* x, float* y, Isa isa) {
-  Team team;
-  std::vector<int8_t> marks(w.T);
-  auto peaks = Entry<PeaksOp>::For(isa);
-  team.ForEach(CeilDiv(w.T, kMaxRows), [&](int64_t task, int) {
-    int64_t row = task * kMaxRows;
-    peaks(x + row * w.D, std::min<int64_t>(kMaxRows, w.T - row), w.D, marks.data() + row);
-  });
-  std::vector<int32_t> remainders;
-  for (int64_t row = 0; row < w.T; ++row) {
-    if (marks[row]) remainders.push_back(static_cast<int32_t>(row));
-  }
-  int64_t again = static_cast<int64_t>(remainders.size()), T = w.T + again;
-
-  Choice choice = Choose(isa, T);
-  int64_t rows = CeilDiv(T, CeilDiv(T, kMaxRows));  // tiles of about the same height
-  rows = CeilDiv(rows, choice.multiple) * choice.multiple;
-  int64_t tiles = CeilDiv(T, rows), panels = CeilDiv(w.F, kPanel);
-
-  size_t rounded_bytes = Rounded::Bytes(tiles, rows, w.blocks(), w.parts);
-  size_t more_bytes = Align64(again * w.F * sizeof(float));
-  size_t thread_bytes = Align64(w.D * kPanel);  // one panel's codes, expanded
-  char* memory = team.Scratch<char>(rounded_bytes + more_bytes + thread_bytes * NumThreads());
-  char* expanded = memory + rounded_bytes + more_bytes;
-  Output out{y, reinterpret_cast<float*>(memory + rounded_bytes), w.T, again};
+void MultiplyBytes(const Team& team, const Weight& w, const float* x, float* y, Isa isa) {
+  int64_t tiles = CeilDiv(w.T, kMaxRows), rows = CeilDiv(w.T, tiles), panels = CeilDiv(w.F, kPanel);
+  char* memory = team.Scratch<char>(Rounded::Bytes(tiles, rows, w.blocks(), w.parts));
   // AVX-512 multiplies unsigned codes: signed ones are read as code + 128.
   int zero = w.bits == 8 ? 128 : w.zero;
-  RoundJob job{x, w.T, w.D, remainders.data(), again, choice.split, zero,
-               Rounded(memory, tiles, rows, w.blocks(), w.parts)};
+  RoundJob job{x, w.T, w.D, zero, Rounded(memory, tiles, rows, w.blocks(), w.parts)};
   auto round = Entry<RoundOp>::For(isa);
-  team.ForEach(tiles, [&](int64_t tile, int) { round(job, tile); });
+  int64_t cuts = tiles < NumThreads() ? std::min<int64_t>(NumThreads(), w.T) : 1;
+  team.ForEach(tiles * cuts, [&](int64_t task, int) {
+    int64_t cut = task % cuts;
+    round(job, task / cuts, w.blocks() * cut / cuts, w.blocks() * (cut + 1) / cuts);
+  });
 
-  int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * 2), 1, tiles);
+  Kernel kernel = Choose(isa);
+  int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * kBytes), 1, tiles);
   int64_t row_tasks = CeilDiv(tiles, task_tiles);
   int64_t worth = CeilDiv(kTaskBytes, w.blocks() * w.block_bytes() * std::min(rows, int64_t{4}));
   int64_t task_panels = std::max(worth, panels / (8 * NumThreads()));
   int64_t across = CeilDiv(panels, task_panels);
-  team.ForEach(across * row_tasks, [&](int64_t task, int thread) {
+  team.ForEach(across * row_tasks, [&](int64_t task, int) {
     int64_t tile = task / across * task_tiles, panel = task % across * task_panels;
-    Region region{tile, std::min(tile + task_tiles, tiles), panel,
-                  std::min(panel + task_panels, panels)};
-    choice.kernel(w, job.to, out, region, reinterpret_cast<int8_t*>(expanded + thread * thread_bytes));
+    kernel(w, job.to, y,
+           {tile, std::min(tile + task_tiles, tiles), panel, std::min(panel + task_panels, panels)});
   });
-  for (int64_t i = 0; i < again; ++i) {
-    float* row = y + remainders[i] * w.F;
-    for (int64_t f = 0; f < w.F; ++f) row[f] += out.more[i * w.F + f];
-  }
+}
+
+void Linear(const Weight& w, const float* x, float* y, Isa isa) {
+  Team team;
+#if JAXSERVE_X86
+  if (isa == Isa::kAmx && w.T >= kTilesFromRows) return MultiplyTiles(team, w, x, y);
+#endif
+  MultiplyBytes(team, w, x, y, isa);
 }
 
 // x [T, D]; codes, scale, offset (empty: none) with a leading layer axis, see Weight; layer [].
@@ -362,12 +305,11 @@ ffi::Error LinearGroups(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::AnyB
 
 }  // namespace
 
-void Plain(const Weight& w, const Rounded& x, const Output& y, const Region& region, int8_t*) {
+void Plain(const Weight& w, const Rounded& x, float* y, const Region& region) {
   RegionOf<PlainDot>(w, x, y, region);
 }
 #if JAXSERVE_X86
-JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, const Output& y, const Region& region,
-                        int8_t*) {
+JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, float* y, const Region& region) {
   RegionOf<Avx2Dot>(w, x, y, region);
 }
 #endif

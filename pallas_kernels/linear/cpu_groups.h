@@ -1,16 +1,25 @@
-// linear with group-quantised weights: what its instruction sets share.
+// linear with group-quantised weights: what its kernels share.
 //
-// Weights are 4- or 8-bit codes in groups of 32 (or 16) inputs; the activations are rounded to 16
-// bits per row and block of 32 inputs. A group's sum of products is an exact integer. An output is
+// Weights are 4- or 8-bit codes in groups of 32 (or 16) inputs, value = (code - zero) * scale + offset.
+// There are two ways through:
 //
-//   sum over groups, in order:  float(sum of (code - zero) * q) * x_scale * scale
-//                               + x_scale * float(sum of q) * offset
+// - Bytes (cpu_groups.cc, cpu_groups_avx512.cc). Reads each code once and is the fastest for a row or
+//   two, where memory is the limit. The activations are rounded to integers of 30 bits and a sign, in
+//   steps of a power of two that suits a row's block of 32 inputs: so finely that one huge input does
+//   not drown its neighbours. Such an integer q is 65536 * high + low, and each of these two signed
+//   bytes, because products of bytes are what processors multiply fast. With H and L the sums over a
+//   group of (code - zero) times high and low, an output is
 //
-// in float32 multiply-adds. A row in which a few inputs dwarf the rest would lose those in the rounding:
-// what is left of it after rounding is rounded again and goes through as one more row, whose outputs
-// are added to the first's. Integers are exact in any order, so only the order of the groups counts:
-// it is the same in every tile and instruction set, hence so are the bits (the plain path, without
-// fused multiply-add, differs from the others in the last ones).
+//     sum over groups, in order:  (65536 * float(H) + float(L)) * step * scale
+//                                 + step * (65536 * float(sum of high) + float(sum of low)) * offset
+//
+//   in float32 multiply-adds. Integers are exact in any order and a power of two rounds nothing, so
+//   only the order of the groups counts: it is the same in every tile and instruction set, hence so
+//   are the bits (the plain path, without fused multiply-add, differs from the others in the last ones).
+//
+// - Tiles (cpu_groups_amx.cc), where the processor has AMX and there are three rows or more. Weights
+//   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
+//   multiplies ten times faster than the vector units multiply bytes.
 
 #pragma once
 
@@ -25,6 +34,7 @@ namespace jaxserve::groups {
 constexpr int kPanel = 16;   // output features side by side
 constexpr int kBlock = 32;   // inputs that share an activation scale
 constexpr int kMaxRows = 16;  // rows of a tile
+constexpr int kBytes = 4;     // of a rounded activation
 
 // One layer's weight. codes: [F / 16][D / 4][16][4] int8, or [F / 16][D / 8][16][4] uint8 holding two
 // codes a byte: of a block's eight quads of inputs, bytes of quad i < 4 hold quad i low, i + 4 high.
@@ -53,33 +63,35 @@ struct Weight {
 struct Rounded {
   int64_t rows, tiles, blocks;
   int parts;
-  // Per tile and block: for AVX-512 and AMX the high bytes of x as int8 [rows][32], then the low
-  // bytes (value = 256 * high + low, both signed); for the others int16 [rows][32].
-  int8_t* values;
-  float* scale;    // [tile][block][rows]
-  float* sum;      // [tile][block][part][rows]: scale * sum of q
-  int32_t* start;  // [tile][block][part][rows]: what the integer sum starts at, -zero * sum of q
+  int8_t* values;  // [tile][block][the four bytes, highest first][rows][32]
+  float* step;     // [tile][block][rows]
+  float* sum;      // [tile][block][part][rows]: step * sum of q
+  // [tile][block][part][2][rows]: what H and L start at where codes are unsigned, so that the zero point
+  // cancels: -zero * sum of high, and of low.
+  int32_t* start;
 
   static size_t Bytes(int64_t tiles, int64_t rows, int64_t blocks, int parts) {
     size_t n = tiles * rows * blocks;
-    return Align64(n * 64) + Align64(n * 4) + 2 * Align64(n * parts * 4);
+    return Align64(n * kBytes * kBlock) + Align64(n * 4) + Align64(n * parts * 4) + Align64(n * parts * 8);
   }
   Rounded(char* memory, int64_t tiles, int64_t rows, int64_t blocks, int parts)
       : rows(rows), tiles(tiles), blocks(blocks), parts(parts) {
     size_t n = tiles * rows * blocks;
-    values = reinterpret_cast<int8_t*>(memory);
-    scale = reinterpret_cast<float*>(memory + Align64(n * 64));
-    sum = reinterpret_cast<float*>(memory + Align64(n * 64) + Align64(n * 4));
-    start = reinterpret_cast<int32_t*>(reinterpret_cast<char*>(sum) + Align64(n * parts * 4));
+    auto take = [&](size_t bytes) {
+      char* at = memory;
+      memory += Align64(bytes);
+      return at;
+    };
+    values = reinterpret_cast<int8_t*>(take(n * kBytes * kBlock));
+    step = reinterpret_cast<float*>(take(n * 4));
+    sum = reinterpret_cast<float*>(take(n * parts * 4));
+    start = reinterpret_cast<int32_t*>(take(n * parts * 8));
   }
   int64_t At(int64_t tile, int64_t block) const { return (tile * blocks + block) * rows; }
-};
-
-// Where rows of outputs go: the first T to y, those of remainders to `more`.
-struct Output {
-  float* y;
-  float* more;
-  int64_t rows, more_rows;
+  int64_t plane_bytes() const { return rows * kBlock; }  // of a tile's block
+  int8_t* Planes(int64_t tile, int64_t block) const {
+    return values + kBytes * kBlock * At(tile, block);
+  }
 };
 
 // A rectangle of the output: tiles of rows times panels of features.
@@ -87,20 +99,21 @@ struct Region {
   int64_t tile0, tile1, panel0, panel1;
 };
 
-// Each computes a region for one instruction set. `scratch` is a thread's own, ScratchBytes long.
-using Kernel = void (*)(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
-void Plain(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
-void Avx2(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
-void Avx512(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
-void Amx(const Weight&, const Rounded&, const Output&, const Region&, int8_t* scratch);
+// Each computes a region of y for one instruction set.
+using Kernel = void (*)(const Weight&, const Rounded&, float* y, const Region&);
+void Plain(const Weight&, const Rounded&, float* y, const Region&);
+void Avx2(const Weight&, const Rounded&, float* y, const Region&);
+void Avx512(const Weight&, const Rounded&, float* y, const Region&);
 
-// Stores one panel of one row, cut at F.
-JAXSERVE_INLINE void StoreRow(const Weight& w, const Output& to, int64_t row, int64_t panel,
+// The whole product on the tile unit; x [T, D], y [T, F].
+void MultiplyTiles(const Team&, const Weight&, const float* x, float* y);
+
+// Stores one panel of one row, cut at T and F.
+JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel,
                               const Lanes& value) {
-  if (row >= to.rows + to.more_rows) return;
-  float* base = row < to.rows ? to.y + row * w.F : to.more + (row - to.rows) * w.F;
+  if (row >= w.T) return;
   int64_t at = panel * kPanel;
-  std::memcpy(base + at, &value, sizeof(float) * std::min<int64_t>(kPanel, w.F - at));
+  std::memcpy(y + row * w.F + at, &value, sizeof(float) * std::min<int64_t>(kPanel, w.F - at));
 }
 
 }  // namespace jaxserve::groups

@@ -168,32 +168,37 @@ def relative_error(got, want):
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("form", FORMS)
 def test_native_equals_float64(form, isa):
-    """float32 sums: 2e-6. Activations in 16 bits per 32 inputs: 2e-4 for rows with an outlier (a
-    block's step is 1 / 65,024 of its largest value), a tenth of that for ordinary ones."""
+    """float32 sums and integer ones of 30 bits: 2e-6. On tiles values are two bfloat16: the first
+    is off by 2^-8 at most, the second by as much of that (by 2^-7 where it is cut), and the product
+    of the two seconds is left out, so 2^-14 of a product at worst. The errors have any sign."""
     weight = make_weight(form, 52, 512)
     x = make_rows(21, 512)
     want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
     got = on_cpu(x, api.prepare(weight, "stored", "cpu"), isa=isa)
-    floats = form in ("float32", "bfloat16")
-    assert relative_error(got, want) < (2e-6 if floats else 2e-4)
-    if not floats:
+    if isa == "amx" and form not in ("float32", "bfloat16"):
         error = np.asarray(got, np.float64) - want
-        ordinary = np.r_[0:2, 6:21]
-        spread = want[ordinary].std()
-        assert error[ordinary].std() < 4e-5 * spread
+        products = np.abs(np.float64(x)) @ np.abs(np.float64(api.dequantize(weight))).T
+        assert (np.abs(error) <= 2.0**-14 * products).all()
+        assert np.sqrt(np.mean(error**2)) < 2.0**-17 * np.sqrt(np.mean(products**2))
+    else:
+        assert relative_error(got, want) < 2e-6
 
 
 @needs_native
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "Q4_1", "Q6_K"])
 def test_a_row_is_its_own(form, isa):
-    """Each row's bits are the same alone, in any company and at any place."""
+    """Each row's bits are the same alone, in any company and at any place. On a machine with tiles
+    quantised weights meet one or two rows without them, which gives other last bits."""
     weight = api.prepare(make_weight(form, 72, 768), "stored", "cpu")
     x = make_rows(300, 768)
     whole = np.asarray(on_cpu(x, weight, isa=isa))
     for begin, end in [(0, 1), (5, 6), (299, 300), (1, 3), (2, 9), (40, 53), (60, 124), (7, 264)]:
         part = np.asarray(on_cpu(x[begin:end], weight, isa=isa))
-        np.testing.assert_array_equal(part, whole[begin:end])
+        if isa == "amx" and form in ("int8", "Q4_1", "Q6_K") and end - begin < 3:
+            assert relative_error(part, whole[begin:end]) < 2.0**-14
+        else:
+            np.testing.assert_array_equal(part, whole[begin:end])
     order = np.random.default_rng(0).permutation(64)
     np.testing.assert_array_equal(np.asarray(on_cpu(x[order], weight, isa=isa)), whole[order])
 
@@ -211,7 +216,7 @@ def test_one_huge_input_does_not_drown_the_rest(kind, isa):
     x[1::2, 7] = 30000
     want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
     got = on_cpu(x, api.prepare(weight, "stored", "cpu"), isa=isa)
-    assert relative_error(got, want) < 5e-5
+    assert relative_error(got, want) < 2e-5
 
 
 @needs_native
@@ -220,7 +225,10 @@ def test_instruction_sets_agree_to_the_bit(form):
     """Integer sums are exact and the float additions are the same, with fused multiply-add."""
     weight = api.prepare(make_weight(form, 48, 512), "stored", "cpu")
     x = make_rows(19, 512)
-    results = [np.asarray(on_cpu(x, weight, isa=isa)) for isa in native.isas()[1:]]
+    with_fma = [isa for isa in native.isas() if isa in ("avx2", "avx512")]
+    results = [np.asarray(on_cpu(x, weight, isa=isa)) for isa in with_fma]
+    if "amx" in native.isas():  # two rows go the same way there
+        np.testing.assert_array_equal(np.asarray(on_cpu(x[:2], weight)), results[0][:2])
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -234,7 +242,7 @@ def test_odd_sizes(form, features, depth):
     want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
     got = on_cpu(x, api.prepare(weight, "stored", "cpu"))
     assert got.shape == (6, features)
-    assert np.abs(np.asarray(got) - want).max() < 3e-4 * np.abs(want).max()
+    assert np.abs(np.asarray(got) - want).max() < 2e-5 * np.abs(want).max()
 
 
 @needs_native
