@@ -6,6 +6,9 @@
 // keys; segments are joined in order. So long rows split over threads, and every query goes through
 // the same operations in the same order whatever tile it is in: a key that a query does not see leaves
 // its state as it was, to the bit.
+//
+// Products read the pages where they are. For that a page holds its V slot by slot, but its K turned,
+// 16 slots side by side: a vector of K is one element of 16 keys, and scores come out as vectors.
 
 #include <algorithm>
 #include <cmath>
@@ -43,7 +46,7 @@ struct Call {
   const KV* v_TJE;
   const float* k_scale_TJ;  // null unless KV has 8 bits; the same for scale
   const float* v_scale_TJ;
-  KV* pages;        // of this layer: [G, J, 2, K, E]
+  KV* pages;        // of this layer: [G, J, 2, K, E], K turned
   float* scales;    // of this layer: [G, J, 2, K]
   const int32_t* page_table_SP;
   const int32_t* kv_len_S;
@@ -63,10 +66,23 @@ struct Call {
   int64_t FirstVisible(int64_t position) const {
     return window == 0 ? 0 : std::max<int64_t>(0, position - window + 1);
   }
-  // Index of a slot's K among the vectors of the layer; its V is K slots further.
-  int64_t Slot(int64_t s, int64_t j, int64_t position) const {
-    int64_t page = page_table_SP[s * P + position / K];
-    return (page * J + j) * 2 * K + position % K;
+  // Slots whose K lie side by side: [K / lanes][E][lanes]. Pages that 16 does not divide have one group.
+  int64_t lanes() const { return K % kLanes == 0 ? kLanes : K; }
+  // The first of a page's 2 K vectors for head j, counted in vectors: K slots of K, then K of V.
+  int64_t PageOf(int64_t s, int64_t j, int64_t position) const {
+    return (page_table_SP[s * P + position / K] * J + j) * 2 * K;
+  }
+  // Element 0 of a position's K; element e is e * lanes() further.
+  KV* KeyAt(int64_t s, int64_t j, int64_t position) const {
+    int64_t slot = position % K, lane = slot % lanes();
+    return pages + (PageOf(s, j, position) + slot - lane) * E + lane;
+  }
+  KV* ValueAt(int64_t s, int64_t j, int64_t position) const {
+    return pages + (PageOf(s, j, position) + K + position % K) * E;
+  }
+  // Of 8-bit pages: the scale of a position's K; V's is K further.
+  float* ScaleAt(int64_t s, int64_t j, int64_t position) const {
+    return scales + PageOf(s, j, position) + position % K;
   }
 };
 
@@ -168,108 +184,6 @@ JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
   return cap * m / (m + 2.0f);
 }
 
-// Of every 2 h lanes of a and b: h lanes of a, then h of b, each from offset kFrom (0 or h).
-template <int h, int kFrom>
-JAXSERVE_INLINE Lanes Half(const Lanes& a, const Lanes& b) {
-#define JAXSERVE_LANE(i) ((i) & h ? 16 + ((i) & ~h) + kFrom : (i) + kFrom)
-  return __builtin_shufflevector(
-      a, b, JAXSERVE_LANE(0), JAXSERVE_LANE(1), JAXSERVE_LANE(2), JAXSERVE_LANE(3),
-      JAXSERVE_LANE(4), JAXSERVE_LANE(5), JAXSERVE_LANE(6), JAXSERVE_LANE(7), JAXSERVE_LANE(8),
-      JAXSERVE_LANE(9), JAXSERVE_LANE(10), JAXSERVE_LANE(11), JAXSERVE_LANE(12),
-      JAXSERVE_LANE(13), JAXSERVE_LANE(14), JAXSERVE_LANE(15));
-#undef JAXSERVE_LANE
-}
-
-// Turns 16 vectors of 16 lanes: the blocks off the diagonal change places, by halves.
-template <Isa kIsa>
-JAXSERVE_INLINE void Transpose(Lanes* rows) {
-  if constexpr (kIsa == Isa::kPlain) {  // shuffles that wide are nothing but work for the compiler
-    for (int i = 0; i < kLanes; ++i) {
-      for (int l = 0; l < i; ++l) {
-        float held = rows[i][l];
-        rows[i][l] = rows[l][i];
-        rows[l][i] = held;
-      }
-    }
-    return;
-  }
-  auto turn = [rows](auto half) __attribute__((always_inline)) {
-    constexpr int h = decltype(half)::value;
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & h) continue;
-      Lanes a = rows[i], b = rows[i + h];
-      rows[i] = Half<h, 0>(a, b);
-      rows[i + h] = Half<h, h>(a, b);
-    }
-  };
-  turn(std::integral_constant<int, 8>());
-  turn(std::integral_constant<int, 4>());
-  turn(std::integral_constant<int, 2>());
-  turn(std::integral_constant<int, 1>());
-}
-
-// kRows x kVectors of c [rows][ldc] = (add: c +) a [rows][depth] b [depth][ldb], the depth in order.
-template <int kRows, int kVectors>
-JAXSERVE_INLINE void Product(const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                             int64_t ldc, int64_t depth, bool add) {
-  Lanes sum[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      sum[r][v] = add ? LoadLanes(c + r * ldc + v * kLanes) : Lanes{};
-    }
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    Lanes from[kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) from[v] = LoadLanes(b + k * ldb + v * kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      float value = a[r * lda + k];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += from[v] * value;
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) StoreLanes(c + r * ldc + v * kLanes, sum[r][v]);
-  }
-}
-
-// Product for any number of rows and vectors, in pieces of at most kRows x kVectors.
-template <int kRows, int kVectors>
-JAXSERVE_INLINE void Pieces(int64_t rows, int64_t vectors, const float* a, int64_t lda,
-                            const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
-                            bool add) {
-  if constexpr (kRows > 0) {
-    for (; rows >= kRows; rows -= kRows, a += kRows * lda, c += kRows * ldc) {
-      int64_t v = 0;
-      for (; v + kVectors <= vectors; v += kVectors) {
-        Product<kRows, kVectors>(a, lda, b + v * kLanes, ldb, c + v * kLanes, ldc, depth, add);
-      }
-      if (v < vectors) {
-        Product<kRows, 1>(a, lda, b + v * kLanes, ldb, c + v * kLanes, ldc, depth, add);
-      }
-    }
-    constexpr int kFewer = kRows > 4 ? kRows / 2 : kRows - 1;  // 12, 6, 3, 2, 1
-    Pieces<kFewer, kVectors>(rows, vectors, a, lda, b, ldb, c, ldc, depth, add);
-  }
-}
-
-struct ProductOp {
-  using Signature = void(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b,
-                         int64_t ldb, float* c, int64_t ldc, int64_t depth, bool add);
-  // Sums, weights and one broadcast fit the registers: 32, 16 of half the size, 16 of a quarter.
-  template <Isa kIsa, typename... Args>
-  static JAXSERVE_INLINE void Run(Args... args) {
-    constexpr int kRows = kIsa == Isa::kAvx512 ? 12 : kIsa == Isa::kAvx2 ? 6 : 2;
-    Pieces<kRows, kIsa == Isa::kAvx512 ? 2 : 1>(args...);
-  }
-};
-
 // ---- keys and values ---------------------------------------------------------------------------
 
 JAXSERVE_INLINE float ToFloat(Float8 x) {
@@ -317,83 +231,143 @@ JAXSERVE_INLINE Lanes LoadVector(const KV* at, int64_t e, int64_t E) {
 
 // A thread's working memory.
 struct Workspace {
-  float* q;       // [M][depth], scaled
-  float* keys;    // [depth][kBlock]: turned, for vectors of scores
-  float* values;  // [kBlock][depth]
+  float* q;       // [M][E], scaled
+  float* keys;    // [kBlock / kLanes][E][kLanes] of KV, where pages do not lie that way
+  float* k_scale;  // [kBlock], of 8-bit pages; v_scale the same
+  float* v_scale;
   float* scores;  // [M][kBlock], then the weights
   State state, total;
 
-  static size_t Floats(int64_t M, int64_t depth) {
-    return M * depth + 2 * kBlock * depth + M * kBlock + 2 * State::Floats(M, depth) + kLanes * 8;
+  static size_t Floats(int64_t M, int64_t E, int64_t depth) {
+    return M * E + kBlock * (E + 2 + M) + 2 * State::Floats(M, depth) + kLanes * 8;
   }
-  Workspace(float* memory, int64_t M, int64_t depth) {
-    q = memory;
-    keys = q + M * depth;
-    values = keys + kBlock * depth;
-    scores = values + kBlock * depth;
+  Workspace(float* memory, int64_t M, int64_t E, int64_t depth) {
+    keys = memory;
+    k_scale = keys + kBlock * E;
+    v_scale = k_scale + kBlock;
+    scores = v_scale + kBlock;
     float* states = scores + M * kBlock;
     state = State::At(states, M, depth);
-    total = State::At(states + CeilDiv(State::Floats(M, depth), kLanes) * kLanes, M, depth);
+    states += CeilDiv(State::Floats(M, depth), kLanes) * kLanes;
+    total = State::At(states, M, depth);
+    q = states + CeilDiv(State::Floats(M, depth), kLanes) * kLanes;
   }
 };
 
-// Pages are scattered: the processor cannot guess the next one.
-template <typename KV>
-JAXSERVE_INLINE void Prefetch(const Call<KV>& call, int64_t slot) {
-  constexpr int64_t kLine = 64 / sizeof(KV);
-  const KV* k = call.pages + slot * call.E;
-  for (int64_t e = 0; e < call.E; e += kLine) {
-    __builtin_prefetch(k + e);
-    __builtin_prefetch(k + call.K * call.E + e);
+// ---- products ----------------------------------------------------------------------------------
+
+// Scores of kRows queries [E] with kGroups groups of 16 keys [E][16], the elements in order, times the
+// keys' scales where they have any.
+template <int kRows, int kGroups, typename KV>
+JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* groups,
+                               const float* k_scale, float* scores) {
+  Lanes sum[kRows][kGroups] = {};
+  for (int64_t e = 0; e < E; ++e) {
+    Lanes keys[kGroups];
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) keys[g] = Widen(groups[g] + e * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      float value = q[r * E + e];
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) sum[r][g] += keys[g] * value;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      if (k_scale != nullptr) sum[r][g] *= LoadLanes(k_scale + g * kLanes);
+      StoreLanes(scores + r * kBlock + g * kLanes, sum[r][g]);
+    }
   }
 }
 
-// Brings keys [low, high) of the block at `base` to floats: K turned, V as it is. Slots outside may
-// belong to anybody, or to nobody: they are read as zeros. Keys up to position `end` come next.
-template <typename KV>
-struct LoadOp {
-  using Signature = void(const Call<KV>& call, int64_t s, int64_t j, int64_t base, int64_t low,
-                         int64_t high, int64_t end, const Workspace& work);
-  template <Isa kIsa>
-  static JAXSERVE_INLINE void Run(const Call<KV>& call, int64_t s, int64_t j, int64_t base,
-                                  int64_t low, int64_t high, int64_t end, const Workspace& work) {
-    int64_t depth = call.depth();
-    for (int64_t first = low / kLanes * kLanes; first < high; first += kLanes) {
-      const KV* at[kLanes];
-      float k_scale[kLanes], v_scale[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        int64_t key = first + i;
-        at[i] = nullptr;
-        if (key < low || key >= high) continue;
-        if (base + key + kBlock < end) Prefetch(call, call.Slot(s, j, base + key + kBlock));
-        int64_t slot = call.Slot(s, j, base + key);
-        at[i] = call.pages + slot * call.E;
-        if (call.scales != nullptr) {
-          k_scale[i] = call.scales[slot];
-          v_scale[i] = call.scales[slot + call.K];
-        }
-      }
-      for (int64_t e = 0; e < depth; e += kLanes) {
-        Lanes rows[kLanes];
+// Adds to kRows values, elements [e, e + 16 kVectors), what `keys` keys weigh, in order.
+template <int kRows, int kVectors, typename KV>
+JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const float* v_scale, int64_t keys,
+                               int64_t e, int64_t E, float* value, int64_t depth) {
+  Lanes sum[kRows][kVectors];
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) {
-          rows[i] = at[i] == nullptr ? Lanes{} : LoadVector(at[i], e, call.E);
-          if (call.scales != nullptr && at[i] != nullptr) rows[i] *= k_scale[i];
-        }
-        Transpose<kIsa>(rows);
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) sum[r][i] = LoadLanes(value + r * depth + e + i * kLanes);
+  }
+  for (int64_t k = 0; k < keys; ++k) {
+    Lanes from[kVectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) {
+      from[i] = LoadVector(v + k * E, e + i * kLanes, E);
+      if (v_scale != nullptr) from[i] *= v_scale[k];
+    }
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) StoreLanes(work.keys + (e + i) * kBlock + first, rows[i]);
+    for (int r = 0; r < kRows; ++r) {
+      float weight = weights[r * kBlock + k];
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) sum[r][i] += from[i] * weight;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) StoreLanes(value + r * depth + e + i * kLanes, sum[r][i]);
+  }
+}
+
+// Calls tile(rows, columns), both compile-time numbers, for pieces that cover rows x columns; sums,
+// operands and one broadcast of a piece fit the registers: 32, or 16 of half or a quarter the size.
+template <Isa kIsa, int kRows, typename TileOf>
+JAXSERVE_INLINE void Cover(int64_t rows, int64_t columns, const TileOf& tile, int64_t row = 0) {
+  constexpr int kColumns = kIsa != Isa::kAvx512 ? 1 : kRows > 6 ? 2 : 4;
+  if constexpr (kRows > 0) {
+    for (; row + kRows <= rows; row += kRows) {
+      int64_t c = 0;
+      for (; c + kColumns <= columns; c += kColumns) {
+        tile(std::integral_constant<int, kRows>(), std::integral_constant<int, kColumns>(), row, c);
       }
-      for (int i = 0; i < kLanes; ++i) {
-        if (at[i] == nullptr) continue;
-        const KV* v = at[i] + call.K * call.E;
-        for (int64_t e = 0; e < depth; e += kLanes) {
-          Lanes value = LoadVector(v, e, call.E);
-          if (call.scales != nullptr) value *= v_scale[i];
-          StoreLanes(work.values + (first + i) * depth + e, value);
-        }
+      for (; c < columns; ++c) {
+        tile(std::integral_constant<int, kRows>(), std::integral_constant<int, 1>(), row, c);
       }
     }
+    constexpr int kFewer = kRows > 4 ? kRows / 2 : kRows - 1;  // 12, 6, 3, 2, 1
+    Cover<kIsa, kFewer>(rows, columns, tile, row);
+  }
+}
+
+template <Isa kIsa>
+constexpr int kMostRows = kIsa == Isa::kAvx512 ? 12 : kIsa == Isa::kAvx2 ? 6 : 2;
+
+template <typename KV>
+struct ScoreOp {
+  using Signature = void(int64_t M, int64_t num_groups, const float* q, int64_t E,
+                         const KV* const* groups, const float* k_scale, float* scores);
+  template <Isa kIsa>
+  static JAXSERVE_INLINE void Run(int64_t M, int64_t num_groups, const float* q, int64_t E,
+                                  const KV* const* groups, const float* k_scale, float* scores) {
+    auto tile = [&](auto rows, auto columns, int64_t row, int64_t group)
+                    __attribute__((always_inline)) {
+      ScoreTile<decltype(rows)::value, decltype(columns)::value>(
+          q + row * E, E, groups + group, k_scale == nullptr ? nullptr : k_scale + group * kLanes,
+          scores + row * kBlock + group * kLanes);
+    };
+    Cover<kIsa, kMostRows<kIsa>>(M, num_groups, tile);
+  }
+};
+
+template <typename KV>
+struct ValueOp {
+  using Signature = void(int64_t M, const float* weights, const KV* v, const float* v_scale,
+                         int64_t keys, int64_t E, float* value, int64_t depth);
+  template <Isa kIsa>
+  static JAXSERVE_INLINE void Run(int64_t M, const float* weights, const KV* v,
+                                  const float* v_scale, int64_t keys, int64_t E, float* value,
+                                  int64_t depth) {
+    auto tile = [&](auto rows, auto columns, int64_t row, int64_t vector)
+                    __attribute__((always_inline)) {
+      ValueTile<decltype(rows)::value, decltype(columns)::value>(
+          weights + row * kBlock, v, v_scale, keys, vector * kLanes, E, value + row * depth, depth);
+    };
+    Cover<kIsa, kMostRows<kIsa>>(M, depth / kLanes, tile);
   }
 };
 
@@ -487,19 +461,58 @@ using Entry = PerIsa<Op, typename Op::Signature>;
 // The operations for one instruction set.
 template <typename KV>
 struct Kernels {
-  typename Entry<LoadOp<KV>>::Function load;
-  Entry<ProductOp>::Function product;
+  typename Entry<ScoreOp<KV>>::Function score;
+  typename Entry<ValueOp<KV>>::Function add_values;
   Entry<WeighOp>::Function weigh;
   Entry<JoinOp>::Function join;
 
   explicit Kernels(Isa isa)
-      : load(Entry<LoadOp<KV>>::For(isa)),
-        product(Entry<ProductOp>::For(isa)),
+      : score(Entry<ScoreOp<KV>>::For(isa)),
+        add_values(Entry<ValueOp<KV>>::For(isa)),
         weigh(Entry<WeighOp>::For(isa)),
         join(Entry<JoinOp>::For(isa)) {}
 };
 
-// The state of a tile's queries over the keys of one segment.
+// Where the groups of 16 keys of a block lie that hold keys [from, to): in their pages, or, where pages
+// are too small for that, copied to the workspace.
+template <typename KV>
+void FindKeys(const Call<KV>& call, const Tile& tile, int64_t base, int64_t from, int64_t to,
+              const Workspace& work, const KV** groups) {
+  int64_t first = from / kLanes;
+  if (call.lanes() == kLanes) {
+    for (int64_t g = first; g * kLanes < to; ++g) {
+      groups[g - first] = call.KeyAt(tile.s, tile.j, base + g * kLanes);
+    }
+    return;
+  }
+  KV* copy = reinterpret_cast<KV*>(work.keys);
+  std::memset(copy, 0, kBlock * call.E * sizeof(KV));
+  for (int64_t key = from; key < to; ++key) {
+    const KV* k = call.KeyAt(tile.s, tile.j, base + key);
+    KV* lane = copy + key / kLanes * kLanes * call.E + key % kLanes;
+    for (int64_t e = 0; e < call.E; ++e) lane[e * kLanes] = k[e * call.lanes()];
+  }
+  for (int64_t g = first; g * kLanes < to; ++g) groups[g - first] = copy + g * kLanes * call.E;
+}
+
+// Asks for the keys and values of a block that comes next: pages are scattered, so the processor cannot
+// guess where it goes on.
+template <typename KV>
+void Prefetch(const Call<KV>& call, const Tile& tile, int64_t from, int64_t to) {
+  constexpr int64_t kLine = 64 / sizeof(KV);
+  for (int64_t key = from / kLanes * kLanes; key < to; key += kLanes) {
+    const KV* k = call.KeyAt(tile.s, tile.j, key);
+    const KV* v = call.ValueAt(tile.s, tile.j, key);
+    for (int64_t i = 0; i < kLanes * call.E; i += kLine) {
+      __builtin_prefetch(k + i, 0, 2);
+      __builtin_prefetch(v + i, 0, 2);
+    }
+  }
+}
+
+// The state of a tile's queries over the keys of one segment. Slots that are not among a block's keys
+// [from, to) may belong to anybody, or to nobody: their scores count for nothing, their values are
+// not read.
 template <typename KV>
 void AttendSegment(const Call<KV>& call, const Kernels<KV>& kernels, const Tile& tile,
                    int64_t segment, const Workspace& work, const State& state) {
@@ -512,13 +525,26 @@ void AttendSegment(const Call<KV>& call, const Kernels<KV>& kernels, const Tile&
     int64_t from = std::max<int64_t>(low - base, 0);
     int64_t to = std::min<int64_t>(high - base, kBlock);
     if (from >= to) continue;
-    kernels.load(call, tile.s, tile.j, base, from, to, high, work);
-    int64_t first = from / kLanes;  // vectors of scores that hold a key
-    kernels.product(M, CeilDiv(to, kLanes) - first, work.q, depth, work.keys + first * kLanes,
-                    kBlock, work.scores + first * kLanes, kBlock, depth, false);
+    Prefetch(call, tile, base + kBlock, std::min(base + 2 * kBlock, high));
+    const KV* groups[kBlock / kLanes];
+    FindKeys(call, tile, base, from, to, work, groups);
+    for (int64_t key = from; call.scales != nullptr && key < to; ++key) {
+      const float* scale = call.ScaleAt(tile.s, tile.j, base + key);
+      work.k_scale[key] = scale[0];
+      work.v_scale[key] = scale[call.K];
+    }
+    int64_t first = from / kLanes;
+    kernels.score(M, CeilDiv(to, kLanes) - first, work.q, call.E, groups,
+                  call.scales == nullptr ? nullptr : work.k_scale + first * kLanes,
+                  work.scores + first * kLanes);
     kernels.weigh(work.scores, M, base, sight, call.soft_cap, state, depth);
-    kernels.product(M, depth / kLanes, work.scores + from, kBlock, work.values + from * depth,
-                    depth, state.value, depth, to - from, true);
+    for (int64_t key = from; key < to;) {  // slots of a page lie one behind the other
+      int64_t count = std::min(to - key, call.K - (base + key) % call.K);
+      kernels.add_values(M, work.scores + key, call.ValueAt(tile.s, tile.j, base + key),
+                         call.scales == nullptr ? nullptr : work.v_scale + key, count, call.E,
+                         state.value, depth);
+      key += count;
+    }
   }
 }
 
@@ -549,12 +575,11 @@ template <typename KV>
 void AttendTile(const Call<KV>& call, const Kernels<KV>& kernels, const Tile& tile, float* scratch,
                 float* states) {
   int64_t depth = call.depth(), group = call.group(), M = tile.count * group;
-  Workspace work(scratch, M, depth);
+  Workspace work(scratch, M, call.E, depth);
   for (int64_t m = 0; m < M; ++m) {
     int64_t h = tile.j * group + m % group;
     const float* q = call.q_THE + ((tile.t0 + m / group) * call.H + h) * call.E;
-    for (int64_t e = 0; e < call.E; ++e) work.q[m * depth + e] = q[e] * call.scale;
-    for (int64_t e = call.E; e < depth; ++e) work.q[m * depth + e] = 0;
+    for (int64_t e = 0; e < call.E; ++e) work.q[m * call.E + e] = q[e] * call.scale;
   }
   if (tile.state >= 0) {
     State state = State::At(states + tile.state, M, depth);
@@ -588,13 +613,14 @@ template <typename KV>
 void WriteToken(const Call<KV>& call, int64_t s, int64_t t) {
   int64_t position = call.FirstPosition(s) + t - call.cu_q_len_S1[s];
   for (int64_t j = 0; j < call.J; ++j) {
-    int64_t slot = call.Slot(s, j, position), from = t * call.J + j;
-    std::memcpy(call.pages + slot * call.E, call.k_TJE + from * call.E, call.E * sizeof(KV));
-    std::memcpy(call.pages + (slot + call.K) * call.E, call.v_TJE + from * call.E,
-                call.E * sizeof(KV));
+    int64_t from = t * call.J + j;
+    KV* key = call.KeyAt(s, j, position);
+    for (int64_t e = 0; e < call.E; ++e) key[e * call.lanes()] = call.k_TJE[from * call.E + e];
+    std::memcpy(call.ValueAt(s, j, position), call.v_TJE + from * call.E, call.E * sizeof(KV));
     if (call.scales != nullptr) {
-      call.scales[slot] = call.k_scale_TJ[from];
-      call.scales[slot + call.K] = call.v_scale_TJ[from];
+      float* scale = call.ScaleAt(s, j, position);
+      scale[0] = call.k_scale_TJ[from];
+      scale[call.K] = call.v_scale_TJ[from];
     }
   }
 }
@@ -675,7 +701,8 @@ void Attend(const Call<KV>& call, Isa isa) {
   Plan plan = MakePlan(call);
   const Kernels<KV> kernels(isa);
   size_t thread_floats =
-      Align64(Workspace::Floats(plan.max_vectors, call.depth()) * sizeof(float)) / sizeof(float);
+      Align64(Workspace::Floats(plan.max_vectors, call.E, call.depth()) * sizeof(float)) /
+      sizeof(float);
   float* scratch = team.Scratch<float>(thread_floats * NumThreads() + plan.state_floats);
   float* states = scratch + thread_floats * NumThreads();
   team.ForEach(plan.tiles.size(), [&](int64_t task, int thread) {

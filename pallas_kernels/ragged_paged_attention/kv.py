@@ -48,6 +48,8 @@ class KVPages:
     """The stacked cache of all layers. Donated to every step and updated in place.
 
     data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, K, W] with W = 2 * J * E, rounded up.
+      In native code on the CPU a page's K are turned, [K / 16, E, 16] in the place of [K, E] (whole
+      where 16 does not divide K): there a vector holds one element of 16 keys.
     scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
       scale. A page carries a scale per head and slot, not one for all slots: it fills over many
       steps, a shared scale would have to be revised, and results would depend on a prompt's chunks.
@@ -116,6 +118,8 @@ def quantise(x, dtype):
 
 def to_layout(pages: KVPages, backend: str) -> KVPages:
     """Pages in the plain layout [L, G, J, 2, K, E] -> the backend's."""
+    if backend == "cpu":
+        return pages.replace(data=_turn_keys(pages.data, to_cpu=True))
     if backend not in ("tpu", "interpret"):
         return pages
     L, G, J, _, K, E = pages.data.shape
@@ -128,6 +132,8 @@ def to_layout(pages: KVPages, backend: str) -> KVPages:
 
 def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) -> KVPages:
     """The backend's layout -> the plain one."""
+    if backend == "cpu":
+        return pages.replace(data=_turn_keys(pages.data, to_cpu=False))
     if backend not in ("tpu", "interpret"):
         return pages
     L, G, K, _ = pages.data.shape
@@ -136,3 +142,11 @@ def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) 
     if pages.scale is None:
         return KVPages(rows)
     return KVPages(rows, pages.scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))
+
+
+def _turn_keys(data, *, to_cpu: bool):
+    *lead, _, K, E = data.shape
+    lanes = 16 if K % 16 == 0 else K
+    turned = (lanes, E) if to_cpu else (E, lanes)
+    keys = data[..., 0, :, :].reshape(*lead, K // lanes, *turned).swapaxes(-1, -2)
+    return jnp.stack([keys.reshape(*lead, K, E), data[..., 1, :, :]], axis=-3)
