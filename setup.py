@@ -54,7 +54,11 @@ def native_extension():
         setuptools.Extension(
             "jaxserve.pallas_kernels._native",
             sources=NATIVE_SOURCES,
-            depends=["pallas_kernels/native.h", "pallas_kernels/linear/cpu_groups.h"],
+            depends=[
+                "pallas_kernels/native.h",
+                "pallas_kernels/native_math.h",
+                "pallas_kernels/linear/cpu_groups.h",
+            ],
             language="c++",
             extra_compile_args=[
                 "-std=c++17",
@@ -62,7 +66,8 @@ def native_extension():
                 "-g0",
                 "-ffp-contract=fast",  # multiply-adds are fused wherever the processor can
                 "-Wno-psabi",
-                "-Wno-maybe-uninitialized",
+                "-Wno-maybe-uninitialized",  # GCC 12 suspects its own intrinsics
+                "-Wno-uninitialized",
                 f"-isystem{headers}",
             ],
             extra_link_args=["-pthread"],

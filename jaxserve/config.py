@@ -49,7 +49,7 @@ class EngineConfig:
     kv_dtype: str = setting(
         "auto",
         "KV cache. auto: float32 on CPU, bfloat16 elsewhere.",
-        choices=("auto", "float32", "bfloat16", "int8", "float8_e4m3fn"),
+        choices=("auto", "float32", "bfloat16", "int16", "int8", "float8_e4m3fn"),
     )
     max_model_len: int | None = setting(
         None, "Prompt plus output tokens of a sequence; default: the model's, at most 8192."

@@ -158,9 +158,30 @@ class Layer:
 
     def linear(self, x_TD: jax.Array, name: str) -> jax.Array:
         """x_TD @ weight^T + bias, the bias where there is one."""
+        (y_TF,) = self.linears(x_TD, name)
+        return y_TF
+
+    def linears(self, x_TD: jax.Array, *names: str) -> list[jax.Array]:
+        """`linear` of one input with several weights."""
+        weights = [self.params[name] for name in names]
+        outputs = linear_op.linears(x_TD, weights, **self._where)
+        return [self._add_bias(y_TF, name) for name, y_TF in zip(names, outputs)]
+
+    def gated(self, x_TD: jax.Array) -> jax.Array:
+        """activation(gate) * up of x_TD."""
+        activation = self.config.activation
+        if "gate_bias" not in self and "up_bias" not in self:
+            weights = self.params["gate"], self.params["up"]
+            return linear_op.gated(x_TD, *weights, activation, **self._where)
+        gate_TF, up_TF = self.linears(x_TD, "gate", "up")
+        return linear_op.activate(gate_TF, activation) * up_TF
+
+    @property
+    def _where(self):
         backend = self.config.backend
-        layer = self.index if backend.stacked else None
-        y_TF = linear_op.linear(x_TD, self.params[name], layer=layer, backend=backend.linear)
+        return {"layer": self.index if backend.stacked else None, "backend": backend.linear}
+
+    def _add_bias(self, y_TF: jax.Array, name: str) -> jax.Array:
         if f"{name}_bias" in self:
             y_TF = y_TF + self.vector(f"{name}_bias").astype(y_TF.dtype)[None, :]
         return y_TF
@@ -185,20 +206,13 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def activate(x: jax.Array, name: str) -> jax.Array:
-    if name == "silu":
-        return jax.nn.silu(x)
-    if name == "relu":
-        return jax.nn.relu(x)
-    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
-
-
 def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Array, Any]:
     """Grouped-query attention over the paged cache -> (output [T, D], kv_pages)."""
     config = layer.config
-    q_THE = _heads(layer, x_TD, "q", config.num_heads)
-    k_TJE = _heads(layer, x_TD, "k", config.num_kv_heads)
-    v_TJE = _heads(layer, x_TD, "v", config.num_kv_heads)
+    q_TF, k_TF, v_TF = layer.linears(x_TD, "q", "k", "v")
+    q_THE = _heads(layer, q_TF, "q", config.num_heads)
+    k_TJE = _heads(layer, k_TF, "k", config.num_kv_heads)
+    v_TJE = _heads(layer, v_TF, "v", config.num_kv_heads)
     if layer.spec.rope is not None:
         q_THE, k_TJE = rotate(q_THE, layer.cos_sin), rotate(k_TJE, layer.cos_sin)
     out_THE, kv_pages = attend(
@@ -215,10 +229,10 @@ def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Arra
     return out_TD, kv_pages
 
 
-def _heads(layer: Layer, x_TD: jax.Array, name: str, count: int) -> jax.Array:
-    """[T, count, E]: a projection cut into heads, normalised over a head or over all of them as the
+def _heads(layer: Layer, y_TF: jax.Array, name: str, count: int) -> jax.Array:
+    """[T, count, E]: projection `name` cut into heads, normalised over a head or over all of them as the
     shape of its norm says, where it has one."""
-    y_TF, norm = layer.linear(x_TD, name), f"{name}_norm"
+    norm = f"{name}_norm"
     heads = lambda y: y.reshape(-1, count, layer.config.head_dim)
     if norm not in layer:
         return heads(y_TF)
@@ -228,8 +242,7 @@ def _heads(layer: Layer, x_TD: jax.Array, name: str, count: int) -> jax.Array:
 
 
 def gated_mlp(layer: Layer, x_TD: jax.Array) -> jax.Array:
-    gate_TF = activate(layer.linear(x_TD, "gate"), layer.config.activation)
-    return layer.linear(gate_TF * layer.linear(x_TD, "up"), "down")
+    return layer.linear(layer.gated(x_TD), "down")
 
 
 def pre_norm_block(layer: Layer, hidden_TD: jax.Array, kv_pages, attend):

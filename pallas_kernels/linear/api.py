@@ -21,18 +21,22 @@ import numpy as np
 
 from . import cpu, reference, weights
 from .gguf_blocks import from_gguf_blocks
+from .reference import activate
 from .weights import PackedWeight, QuantizedWeight, concatenate, quantize, stack, take_rows
 
 __all__ = [
     "PackedWeight",
     "QuantizedWeight",
+    "activate",
     "auto_weight_dtype",
     "choose_backend",
     "concatenate",
     "dequantize",
     "from_gguf_blocks",
+    "gated",
     "gather_rows",
     "linear",
+    "linears",
     "prepare",
     "quantize",
     "stack",
@@ -111,8 +115,27 @@ def linear(x_TD, weight, *, layer=None, backend: str):
 
     `layer` picks from a weight with a leading layer axis. Plain arrays run in XLA on any backend.
     """
-    assert (len(weight.shape) == 3) == (layer is not None), (weight.shape, layer)
-    assert x_TD.shape[-1] == weight.shape[-1], (x_TD.shape, weight.shape)
-    if backend == "cpu" and not isinstance(weight, jax.Array | np.ndarray):
-        return cpu.linear(x_TD, weight, layer=layer)
-    return reference.linear(x_TD, weight, layer=layer).astype(x_TD.dtype)
+    (y_TF,) = linears(x_TD, (weight,), layer=layer, backend=backend)
+    return y_TF
+
+
+def linears(x_TD, weights, *, layer=None, backend: str) -> tuple:
+    """`linear` of one x with several weights: native code makes x ready for it once."""
+    for weight in weights:
+        assert (len(weight.shape) == 3) == (layer is not None), (weight.shape, layer)
+        assert x_TD.shape[-1] == weight.shape[-1], (x_TD.shape, weight.shape)
+    if backend == "cpu" and not any(isinstance(w, jax.Array | np.ndarray) for w in weights):
+        return cpu.linears(x_TD, tuple(weights), layer=layer)
+    if len(weights) > 1:
+        return tuple(linear(x_TD, w, layer=layer, backend=backend) for w in weights)
+    return (reference.linear(x_TD, weights[0], layer=layer).astype(x_TD.dtype),)
+
+
+def gated(x_TD, gate, up, activation: str, *, layer=None, backend: str):
+    """activation(x gate^T) * (x up^T) [T, F]: a gated unit. activation: "silu", "gelu",
+    "gelu_tanh" or "relu"."""
+    quantised = isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight)
+    if backend == "cpu" and quantised and activation in cpu.ACTIVATIONS:
+        return cpu.gated(x_TD, gate, up, activation, layer=layer)
+    gate_TF, up_TF = linears(x_TD, (gate, up), layer=layer, backend=backend)
+    return activate(gate_TF, activation) * up_TF

@@ -3,6 +3,8 @@
 
 #include "cpu_groups.h"
 
+#include <vector>
+
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve::groups {
@@ -243,9 +245,33 @@ Kernel Choose(Isa isa) {
   return Plain;
 }
 
-void MultiplyBytes(const Team& team, const Weight& w, const float* x, float* y, Isa isa) {
-  int64_t tiles = CeilDiv(w.T, kMaxRows), rows = CeilDiv(w.T, tiles), panels = CeilDiv(w.F, kPanel);
-  char* memory = team.Scratch<char>(Rounded::Bytes(tiles, rows, w.blocks(), w.parts));
+struct GateOp {
+  using Signature = void(Activation activation, const float* gate, const float* up, float* y,
+                         int64_t count);
+  template <Isa>
+  static JAXSERVE_INLINE void Run(Activation activation, const float* gate, const float* up, float* y,
+                                  int64_t count) {
+    for (int64_t i = 0; i < count; i += kPanel) {
+      size_t bytes = std::min<int64_t>(kPanel, count - i) * sizeof(float);
+      Lanes g = {}, u = {};
+      std::memcpy(&g, gate + i, bytes);
+      std::memcpy(&u, up + i, bytes);
+      g = Gate(activation, g, u);
+      std::memcpy(y + i, &g, bytes);
+    }
+  }
+};
+
+// y = x w^T for each of the weights, which are alike but for their features.
+struct Part {
+  const Weight* w;
+  float* y;
+};
+
+void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const float* x, char* memory,
+                   Isa isa) {
+  const Weight& w = *parts[0].w;
+  int64_t tiles = CeilDiv(w.T, kMaxRows), rows = CeilDiv(w.T, tiles);
   // AVX-512 multiplies unsigned codes: signed ones are read as code + 128.
   int zero = w.bits == 8 ? 128 : w.zero;
   RoundJob job{x, w.T, w.D, zero, Rounded(memory, tiles, rows, w.blocks(), w.parts)};
@@ -258,32 +284,75 @@ void MultiplyBytes(const Team& team, const Weight& w, const float* x, float* y, 
 
   Kernel kernel = Choose(isa);
   int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * kBytes), 1, tiles);
-  int64_t row_tasks = CeilDiv(tiles, task_tiles);
   int64_t worth = CeilDiv(kTaskBytes, w.blocks() * w.block_bytes() * std::min(rows, int64_t{4}));
+  int64_t panels = 0, across = 0;
+  for (const Part& part : parts) panels += CeilDiv(part.w->F, kPanel);
   int64_t task_panels = std::max(worth, panels / (8 * NumThreads()));
-  int64_t across = CeilDiv(panels, task_panels);
-  team.ForEach(across * row_tasks, [&](int64_t task, int) {
-    int64_t tile = task / across * task_tiles, panel = task % across * task_panels;
-    kernel(w, job.to, y,
-           {tile, std::min(tile + task_tiles, tiles), panel, std::min(panel + task_panels, panels)});
+  auto tasks_of = [&](const Part& part) {
+    return CeilDiv(CeilDiv(part.w->F, kPanel), task_panels);
+  };
+  for (const Part& part : parts) across += tasks_of(part);
+  team.ForEach(across * CeilDiv(tiles, task_tiles), [&](int64_t task, int) {
+    int64_t tile = task / across * task_tiles, index = task % across;
+    const Part* part = parts.data();
+    while (index >= tasks_of(*part)) index -= tasks_of(*part++);
+    int64_t panel = index * task_panels, end = CeilDiv(part->w->F, kPanel);
+    kernel(*part->w, job.to, part->y,
+           {tile, std::min(tile + task_tiles, tiles), panel, std::min(panel + task_panels, end)});
   });
 }
 
-void Linear(const Weight& w, const float* x, float* y, Isa isa) {
+// Without tiles: a gated product's two factors go to scratch memory and are joined afterwards.
+void MultiplyAll(const std::vector<Product>& products, const float* x, Isa isa) {
   Team team;
-#if JAXSERVE_X86
-  if (isa == Isa::kAmx && w.T >= kTilesFromRows) return MultiplyTiles(team, w, x, y);
-#endif
-  MultiplyBytes(team, w, x, y, isa);
+  size_t factor_bytes = 0, rounded_bytes = 0;
+  for (const Product& p : products) {
+    int64_t tiles = CeilDiv(p.w.T, kMaxRows), rows = CeilDiv(p.w.T, tiles);
+    for (int parts : {p.w.parts, p.up.parts}) {
+      rounded_bytes = std::max(rounded_bytes, Rounded::Bytes(tiles, rows, p.w.blocks(), parts));
+    }
+    if (p.gated) factor_bytes += 2 * Align64(p.w.T * p.w.F * sizeof(float));
+  }
+  char* memory = team.Scratch<char>(rounded_bytes + factor_bytes);
+  char* factors = memory + rounded_bytes;
+  std::vector<Part> all;
+  for (const Product& p : products) {
+    if (!p.gated) {
+      all.push_back({&p.w, p.y});
+      continue;
+    }
+    for (const Weight* w : {&p.w, &p.up}) {
+      all.push_back({w, reinterpret_cast<float*>(factors)});
+      factors += Align64(p.w.T * p.w.F * sizeof(float));
+    }
+  }
+  for (size_t begin = 0, end; begin < all.size(); begin = end) {
+    const Weight& first = *all[begin].w;
+    auto alike = [&](const Weight& w) {
+      return w.bits == first.bits && w.zero == first.zero && w.parts == first.parts;
+    };
+    for (end = begin + 1; end < all.size() && alike(*all[end].w);) ++end;
+    MultiplyBytes(team, {all.begin() + begin, all.begin() + end}, x, memory, isa);
+  }
+  auto gate = Entry<GateOp>::For(isa);
+  factors = memory + rounded_bytes;
+  for (const Product& p : products) {
+    if (!p.gated) continue;
+    const float* first = reinterpret_cast<float*>(factors);
+    const float* second = first + Align64(p.w.T * p.w.F * sizeof(float)) / sizeof(float);
+    factors += 2 * Align64(p.w.T * p.w.F * sizeof(float));
+    team.ForEach(p.w.T, [&](int64_t row, int) {
+      int64_t at = row * p.w.F;
+      gate(p.activation, first + at, second + at, p.y + at, p.w.F);
+    });
+  }
 }
 
-// x [T, D]; codes, scale, offset (empty: none) with a leading layer axis, see Weight; layer [].
-ffi::Error LinearGroups(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                        ffi::AnyBuffer offset, ffi::Buffer<ffi::S32> layer,
-                        ffi::ResultBuffer<ffi::F32> y, int64_t bits, int64_t group, int64_t zero,
-                        int64_t isa) {
-  int64_t layers = codes.dimensions()[0], index = layer.typed_data()[0];
-  if (index < 0 || index >= layers) return ffi::Error::InvalidArgument("linear: no such layer");
+// One layer of a weight whose codes, scale and offset (empty: none) have a leading layer axis, see
+// Weight; form: bits, group, zero.
+Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
+                const ffi::AnyBuffer& offset, int64_t index, const int64_t* form) {
+  int64_t layers = codes.dimensions()[0];
   auto slice = [&](const ffi::AnyBuffer& all) -> const uint8_t* {
     if (all.element_count() == 0) return nullptr;
     return static_cast<const uint8_t*>(all.untyped_data()) + all.size_bytes() / layers * index;
@@ -292,14 +361,51 @@ ffi::Error LinearGroups(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::AnyB
   w.codes = slice(codes);
   w.scale = slice(scale);
   w.offset = slice(offset);
-  w.T = x.dimensions()[0];
-  w.D = x.dimensions()[1];
-  w.F = y->dimensions()[1];
-  w.bits = static_cast<int>(bits);
-  w.zero = static_cast<int>(zero);
-  w.parts = static_cast<int>(kBlock / group);
+  w.bits = static_cast<int>(form[0]);
+  w.parts = static_cast<int>(kBlock / form[1]);
+  w.zero = static_cast<int>(form[2]);
   w.half = scale.element_type() == ffi::F16;
-  Linear(w, x.typed_data(), y->typed_data(), ChooseIsa(isa));
+  return w;
+}
+
+// args: x [T, D], layer [], then codes, scale and offset of each weight. forms: bits, group and zero of
+// each. activation < 0: one result [T, F] a weight; else one, of two weights, gated.
+ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
+                        ffi::Span<const int64_t> forms, int64_t activation, int64_t isa) {
+  auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
+  ffi::AnyBuffer x = buffer(0), layer = buffer(1);
+  int64_t index = *static_cast<const int32_t*>(layer.untyped_data());
+  const int64_t T = x.dimensions()[0], D = x.dimensions()[1];
+  const bool gated = activation >= 0;
+  std::vector<Product> products;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto y = results.get<ffi::AnyBuffer>(i).value();
+    Product product{};
+    product.gated = gated;
+    product.activation = static_cast<Activation>(gated ? activation : 0);
+    product.y = static_cast<float*>(y->untyped_data());
+    auto read = [&](size_t n, Weight* w) {
+      ffi::AnyBuffer codes = buffer(2 + 3 * n);
+      if (index < 0 || index >= codes.dimensions()[0]) return false;
+      *w = WeightOf(codes, buffer(3 + 3 * n), buffer(4 + 3 * n), index, forms.begin() + 3 * n);
+      w->T = T;
+      w->D = D;
+      w->F = y->dimensions()[1];
+      return true;
+    };
+    bool found = read(i, &product.w);
+    if (gated) found = found && read(i + 1, &product.up);
+    else product.up = product.w;
+    if (!found) return ffi::Error::InvalidArgument("linear: no such layer");
+    products.push_back(product);
+  }
+#if JAXSERVE_X86
+  if (ChooseIsa(isa) == Isa::kAmx && T >= kTilesFromRows) {
+    MultiplyTiles(products.data(), products.size(), static_cast<const float*>(x.untyped_data()));
+    return ffi::Error::Success();
+  }
+#endif
+  MultiplyAll(products, static_cast<const float*>(x.untyped_data()), ChooseIsa(isa));
   return ffi::Error::Success();
 }
 
@@ -318,13 +424,8 @@ JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, float* y, const Regio
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear_groups, jaxserve::groups::LinearGroups,
                               xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group")
-                                  .Attr<int64_t>("zero")
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int64_t>>("forms")
+                                  .Attr<int64_t>("activation")
                                   .Attr<int64_t>("isa"));

@@ -27,7 +27,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "../native.h"
+#include "../native_math.h"
 
 namespace jaxserve::groups {
 
@@ -105,10 +105,29 @@ void Plain(const Weight&, const Rounded&, float* y, const Region&);
 void Avx2(const Weight&, const Rounded&, float* y, const Region&);
 void Avx512(const Weight&, const Rounded&, float* y, const Region&);
 
-// The whole product on the tile unit; x [T, D], y [T, F].
-void MultiplyTiles(const Team&, const Weight&, const float* x, float* y);
+// What a call computes of x: y = x w^T, or with `up`, a gated unit: act(x w^T) * (x up^T).
+enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+struct Product {
+  Weight w, up;
+  bool gated;
+  Activation activation;
+  float* y;  // [T, F]
+};
 
-// Stores one panel of one row, cut at T and F.
+// Both take all products of one x [T, D] at once, so that it is made ready only once.
+void MultiplyTiles(const Product* products, int64_t count, const float* x);
+
+// act(gate) * up: both activations are gate times the sigmoid of something (gelu's tanh form:
+// Hendrycks and Gimpel, arXiv:1606.08415).
+JAXSERVE_INLINE Lanes Gate(Activation activation, const Lanes& gate, const Lanes& up) {
+  Lanes x = gate;
+  if (activation == Activation::kGeluTanh) {
+    x = 1.59576912f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi)
+  }
+  return gate / (1.0f + Exp(-Max(x, Fill(-87.0f)))) * up;
+}
+
+// Stores one panel of one row of y [T, F], cut at both.
 JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel,
                               const Lanes& value) {
   if (row >= w.T) return;

@@ -89,18 +89,17 @@ JAXSERVE_AMX inline void StorePair(__m512 even, __m512 odd, int8_t* high, int8_t
       low, _mm512_ternarylogic_epi32(_mm512_srli_epi32(even_low, 16), odd_low, top, kAOrBAndC));
 }
 
-// One block of one panel: [16 pairs of inputs][16 features][2] bfloat16, high and low.
+// One block of one panel: [16 pairs of inputs][16 features][2] bfloat16, high and low. The block that
+// comes `ahead` blocks later lies in memory: it is asked for meanwhile.
 template <int kBits, bool kOffset>
-JAXSERVE_AMX inline void UnpackBlock(const Weight& w, int64_t panel, int64_t block, int8_t* high,
-                                     int8_t* low) {
+JAXSERVE_AMX void UnpackBlock(const Weight& w, int64_t panel, int64_t block, int64_t ahead,
+                              int8_t* high, int8_t* low) {
   alignas(64) static const float kIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   __m512 table = _mm512_sub_ps(_mm512_load_ps(kIndex), _mm512_set1_ps(static_cast<float>(w.zero)));
   const uint8_t* codes = w.CodesOf(panel) + block * kBits * 64;
   int64_t group = block * w.parts * w.scale_bytes();
   const uint8_t* scale = w.OfPanel(w.scale, panel) + group;
   const uint8_t* offset = kOffset ? w.OfPanel(w.offset, panel) + group : nullptr;
-  // The next two panels' comes from memory: ask for it while this one is worked on.
-  const int64_t ahead = 2 * w.blocks();
   for (int i = 0; i < kBits; ++i) Prefetch(codes + ahead * kBits * 64 + i * 64);
   Prefetch(scale + ahead * w.parts * w.scale_bytes());
   if constexpr (kOffset) Prefetch(offset + ahead * w.parts * w.scale_bytes());
@@ -140,6 +139,13 @@ JAXSERVE_AMX inline void UnpackBlock(const Weight& w, int64_t panel, int64_t blo
       store(quad, 2, code(2), code(3));
     }
   }
+}
+
+using Unpack = void (*)(const Weight& w, int64_t panel, int64_t block, int64_t ahead, int8_t* high,
+                        int8_t* low);
+Unpack UnpackOf(const Weight& w) {
+  if (w.bits == 4) return w.offset ? UnpackBlock<4, true> : UnpackBlock<4, false>;
+  return w.offset ? UnpackBlock<8, true> : UnpackBlock<8, false>;
 }
 
 // ---- products -----------------------------------------------------------------------------------
@@ -212,55 +218,80 @@ JAXSERVE_AMX inline void MultiplyChunk(const int8_t* x0, const int8_t* x1, int64
   if constexpr (kTwo) _tile_stored(3, to.Of(1, 1), to.row_bytes);
 }
 
-// Sums of one tile of rows and two panels to y, cut at T and F.
-void StoreEdge(const Weight& w, const Sums& sums, int64_t rows, float* y, int64_t row, int64_t panel) {
-  for (int64_t r = 0; r < std::min(rows, w.T - row); ++r) {
-    for (int p = 0; p < 2; ++p) {
-      int64_t feature = (panel + p) * kPanel, count = std::min<int64_t>(kPanel, w.F - feature);
-      if (count <= 0) continue;
-      std::memcpy(y + (row + r) * w.F + feature, sums.Of(0, p) + r * sums.row_bytes, count * 4);
+// Two panels computed side by side: neighbours of one weight (or its last one twice), or, gated, the
+// same of two weights.
+struct Pair {
+  const Weight* w[2];
+  int64_t panel[2];
+};
+
+Pair PairOf(const Product& product, int64_t i) {
+  if (product.gated) return {{&product.w, &product.up}, {i, i}};
+  int64_t last = CeilDiv(product.w.F, kPanel) - 1;
+  return {{&product.w, &product.w}, {2 * i, std::min(2 * i + 1, last)}};
+}
+
+int64_t PairsOf(const Product& product) {
+  int64_t panels = CeilDiv(product.w.F, kPanel);
+  return product.gated ? panels : CeilDiv(panels, 2);
+}
+
+// One tile's sums of a pair to y.
+JAXSERVE_AMX void Finish(const Product& product, const Pair& pair, const Sums& sums, int64_t rows,
+                         int64_t row) {
+  for (int64_t r = 0; r < rows; ++r) {
+    Lanes first = LoadLanes(reinterpret_cast<float*>(sums.Of(0, 0) + r * sums.row_bytes));
+    Lanes second = LoadLanes(reinterpret_cast<float*>(sums.Of(0, 1) + r * sums.row_bytes));
+    if (product.gated) {
+      first = Gate(product.activation, first, second);
+      StoreRow(product.w, product.y, row + r, pair.panel[0], first);
+    } else {
+      StoreRow(product.w, product.y, row + r, pair.panel[0], first);
+      StoreRow(product.w, product.y, row + r, pair.panel[1], second);
     }
   }
 }
 
-// A region of y, two panels and a chunk of their weights at a time. scratch: ScratchBytes(tiles).
-template <int kBits, bool kOffset>
-JAXSERVE_AMX void MultiplyRegion(const Weight& w, const Split& x, float* y, const Region& region,
-                                 int8_t* scratch) {
-  const int64_t tiles = region.tile1 - region.tile0, panels = CeilDiv(w.F, kPanel);
-  ConfigureTiles(x.rows);
-  for (int64_t panel = region.panel0; panel < region.panel1; panel += 2) {
-    const int64_t second = std::min(panel + 1, panels - 1);  // the first again where there is none
+// Some pairs of a product for tiles [tile0, tile1), a chunk of their weights at a time. scratch:
+// ScratchBytes(tiles).
+JAXSERVE_AMX void MultiplyPairs(const Product& product, const Split& x, int64_t begin_pair,
+                                int64_t end_pair, int64_t tile0, int64_t tile1, int8_t* scratch) {
+  const int64_t T = product.w.T, F = product.w.F, rows = x.rows;
+  ConfigureTiles(rows);
+  for (int64_t i = begin_pair; i < end_pair; ++i) {
+    const Pair pair = PairOf(product, i);
+    const Unpack unpack[2] = {UnpackOf(*pair.w[0]), UnpackOf(*pair.w[1])};
     for (int64_t begin = 0; begin < x.blocks; begin += kChunkBlocks) {
       const int64_t count = std::min(kChunkBlocks, x.blocks - begin);
       for (int64_t b = 0; b < count; ++b) {
+        // The next chunk's, or the next pair's: its neighbour's panel lies between, or none.
+        const bool here = begin + b + kChunkBlocks < x.blocks;
+        const int64_t ahead = kChunkBlocks + (here || product.gated ? 0 : x.blocks);
         int8_t* to = scratch + b * 4 * kTileBytes;
-        UnpackBlock<kBits, kOffset>(w, panel, begin + b, to, to + kTileBytes);
-        UnpackBlock<kBits, kOffset>(w, second, begin + b, to + 2 * kTileBytes, to + 3 * kTileBytes);
+        unpack[0](*pair.w[0], pair.panel[0], begin + b, ahead, to, to + kTileBytes);
+        to += 2 * kTileBytes;
+        unpack[1](*pair.w[1], pair.panel[1], begin + b, ahead, to, to + kTileBytes);
       }
-      for (int64_t t = 0; t < tiles; t += 2) {
-        const int64_t row = (region.tile0 + t) * x.rows;
-        const bool two = t + 1 < tiles, last = begin + count == x.blocks;
-        const bool whole = row + (two ? 2 : 1) * x.rows <= w.T && (panel + 2) * kPanel <= w.F;
-        int8_t* partial = scratch + (kChunkBlocks * 4 + t * 2) * kTileBytes;
+      for (int64_t t = tile0; t < tile1; t += 2) {
+        const bool two = t + 1 < tile1, last = begin + count == x.blocks;
+        const bool whole = !product.gated && (t + (two ? 2 : 1)) * rows <= T &&
+                           (pair.panel[0] + 2) * kPanel <= F;
+        int8_t* partial = scratch + (kChunkBlocks * 4 + (t - tile0) * 2) * kTileBytes;
         const Sums sums{partial, 64, kTileBytes, 2 * kTileBytes};
-        const Sums out{reinterpret_cast<int8_t*>(y + row * w.F + panel * kPanel), w.F * 4, 64,
-                       x.rows * w.F * 4};
+        float* y = product.y + t * rows * F + pair.panel[0] * kPanel;
+        const Sums out{reinterpret_cast<int8_t*>(y), F * 4, 64, rows * F * 4};
         const Sums* from = begin == 0 ? nullptr : &sums;
         const Sums& to = last && whole ? out : sums;
-        const int8_t* x0 = x.At(region.tile0 + t, begin);
+        const int8_t* x0 = x.At(t, begin);
         if (two) {
-          const int8_t* x1 = x.At(region.tile0 + t + 1, begin);
-          MultiplyChunk<2>(x0, x1, x.plane_bytes(), scratch, count, from, to);
+          MultiplyChunk<2>(x0, x.At(t + 1, begin), x.plane_bytes(), scratch, count, from, to);
         } else {
           MultiplyChunk<1>(x0, x0, x.plane_bytes(), scratch, count, from, to);
         }
         if (!last || whole) continue;
-        StoreEdge(w, sums, x.rows, y, row, panel);
-        if (two) {
-          const Sums of_second{sums.Of(1, 0), sums.row_bytes, sums.panel_bytes, 0};
-          StoreEdge(w, of_second, x.rows, y, row + x.rows, panel);
-        }
+        Finish(product, pair, sums, rows, t * rows);
+        const Sums of_second{sums.Of(1, 0), sums.row_bytes, sums.panel_bytes, 0};
+        if (two) Finish(product, pair, of_second, rows, (t + 1) * rows);
       }
     }
   }
@@ -271,7 +302,9 @@ size_t ScratchBytes(int64_t tiles) { return (kChunkBlocks * 4 + tiles * 2) * kTi
 
 }  // namespace
 
-void MultiplyTiles(const Team& team, const Weight& w, const float* x, float* y) {
+void MultiplyTiles(const Product* products, int64_t count, const float* x) {
+  Team team;
+  const Weight& w = products[0].w;
   int64_t tiles = CeilDiv(w.T, 16), rows = CeilDiv(w.T, tiles);  // tiles of about the same height
   Split split{rows, tiles, w.blocks(), nullptr};
   size_t split_bytes = tiles * split.tile_bytes() + kGap;
@@ -285,16 +318,20 @@ void MultiplyTiles(const Team& team, const Weight& w, const float* x, float* y) 
     SplitTile(w, x, split, task / cuts, w.blocks() * cut / cuts, w.blocks() * (cut + 1) / cuts);
   });
 
-  auto multiply = w.bits == 4 ? (w.offset ? MultiplyRegion<4, true> : MultiplyRegion<4, false>)
-                              : (w.offset ? MultiplyRegion<8, true> : MultiplyRegion<8, false>);
-  int64_t panels = CeilDiv(w.F, kPanel);
-  int64_t task_panels = CeilDiv(std::max<int64_t>(1, panels / (8 * NumThreads())), 2) * 2;
-  int64_t across = CeilDiv(panels, task_panels);
+  // A task: the same number of pairs of any one product, for some tiles.
+  int64_t pairs = 0, across = 0;
+  for (int64_t i = 0; i < count; ++i) pairs += PairsOf(products[i]);
+  int64_t task_pairs = std::max<int64_t>(1, pairs / (4 * NumThreads()));
+  for (int64_t i = 0; i < count; ++i) across += CeilDiv(PairsOf(products[i]), task_pairs);
   team.ForEach(across * CeilDiv(tiles, task_tiles), [&](int64_t task, int thread) {
-    int64_t tile = task / across * task_tiles, panel = task % across * task_panels;
-    Region region{tile, std::min(tile + task_tiles, tiles), panel,
-                  std::min(panel + task_panels, panels)};
-    multiply(w, split, y, region, memory + split_bytes + thread * thread_bytes);
+    int64_t tile = task / across * task_tiles, index = task % across;
+    const Product* product = products;
+    while (index >= CeilDiv(PairsOf(*product), task_pairs)) {
+      index -= CeilDiv(PairsOf(*product++), task_pairs);
+    }
+    int64_t begin = index * task_pairs, end = std::min(begin + task_pairs, PairsOf(*product));
+    MultiplyPairs(*product, split, begin, end, tile, std::min(tile + task_tiles, tiles),
+                  memory + split_bytes + thread * thread_bytes);
   });
 }
 

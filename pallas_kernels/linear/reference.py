@@ -24,3 +24,12 @@ def linear(x_TD, weight, *, layer=None):
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def activate(x, name: str):
+    """A gated unit's activation: "silu", "gelu", "gelu_tanh" or "relu"."""
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")

@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../native.h"
+#include "../native_math.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve::attention {
@@ -44,7 +44,7 @@ struct Call {
   const float* q_THE;
   const KV* k_TJE;
   const KV* v_TJE;
-  const float* k_scale_TJ;  // null unless KV has 8 bits; the same for scale
+  const float* k_scale_TJ;  // null unless KV are codes; the same for scales
   const float* v_scale_TJ;
   KV* pages;        // of this layer: [G, J, 2, K, E], K turned
   float* scales;    // of this layer: [G, J, 2, K]
@@ -80,7 +80,7 @@ struct Call {
   KV* ValueAt(int64_t s, int64_t j, int64_t position) const {
     return pages + (PageOf(s, j, position) + K + position % K) * E;
   }
-  // Of 8-bit pages: the scale of a position's K; V's is K further.
+  // Of pages of codes: the scale of a position's K; V's is K further.
   float* ScaleAt(int64_t s, int64_t j, int64_t position) const {
     return scales + PageOf(s, j, position) + position % K;
   }
@@ -108,24 +108,6 @@ struct State {
 
 // ---- arithmetic on lanes -----------------------------------------------------------------------
 
-JAXSERVE_INLINE Lanes LoadLanes(const float* at) {
-  Lanes v;
-  std::memcpy(&v, at, sizeof(v));
-  return v;
-}
-JAXSERVE_INLINE void StoreLanes(float* at, const Lanes& v) { std::memcpy(at, &v, sizeof(v)); }
-
-JAXSERVE_INLINE Lanes Fill(float value) { return Lanes{} + value; }
-
-// Comparisons of vectors wider than the build's baseline compile to one branch a lane, so choices are
-// made with signs and masks instead.
-JAXSERVE_INLINE IntLanes Negative(const Lanes& x) { return reinterpret_cast<IntLanes>(x) >> 31; }
-JAXSERVE_INLINE Lanes Select(const IntLanes& mask, const Lanes& yes, const Lanes& no) {
-  return reinterpret_cast<Lanes>((reinterpret_cast<IntLanes>(yes) & mask) |
-                                 (reinterpret_cast<IntLanes>(no) & ~mask));
-}
-JAXSERVE_INLINE Lanes Max(const Lanes& a, const Lanes& b) { return Select(Negative(a - b), b, a); }
-
 // The lanes with the upper and lower `h` of every 2 h exchanged.
 template <int h>
 JAXSERVE_INLINE Lanes Exchange(const Lanes& v) {
@@ -145,34 +127,6 @@ JAXSERVE_INLINE float SumOf(Lanes v) {
   v += Exchange<4>(v);
   v += Exchange<2>(v);
   return (v + Exchange<1>(v))[0];
-}
-
-// e^x = power * (1 + rest), for x in [-87, 88]: x = n ln 2 + r with |r| <= ln(2) / 2, power = 2^n and
-// rest = e^r - 1 by its Taylor series to r^7, good to 5e-9 and exactly 0 at 0.
-struct Power {
-  Lanes power, rest;
-};
-JAXSERVE_INLINE Power PowerOf(const Lanes& x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  Lanes n = (x * 1.44269504f + kRound) - kRound;
-  Lanes r = x - n * 0.693359375f;  // ln 2 in two parts, the first exact in few bits
-  r = r - n * -2.12194440e-4f;
-  Lanes series = Fill(1.0f / 5040);
-  series = series * r + 1.0f / 720;
-  series = series * r + 1.0f / 120;
-  series = series * r + 1.0f / 24;
-  series = series * r + 1.0f / 6;
-  series = series * r + 0.5f;
-  series = series * r + 1.0f;
-  IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
-  return {reinterpret_cast<Lanes>(exponent), series * r};
-}
-
-// e^x for x up to 88: exactly 1 at 0, and 0 below -87 (also for kNone).
-JAXSERVE_INLINE Lanes Exp(const Lanes& x) {
-  IntLanes tiny = Negative(x + 87.0f);
-  Power e = PowerOf(Select(tiny, Fill(-87.0f), x));
-  return Select(tiny, Fill(0.0f), e.power * (e.rest + 1.0f));
 }
 
 // cap * tanh(score / cap), as m / (m + 2) with m = e^(2 score / cap) - 1, which is precise near 0.
@@ -209,6 +163,11 @@ JAXSERVE_INLINE Lanes Widen(const BFloat16* at) {
   std::memcpy(&half, at, sizeof(half));
   return reinterpret_cast<Lanes>(__builtin_convertvector(half, Bits) << 16);
 }
+JAXSERVE_INLINE Lanes Widen(const int16_t* at) {
+  int16_t code __attribute__((vector_size(32)));
+  std::memcpy(&code, at, sizeof(code));
+  return __builtin_convertvector(__builtin_convertvector(code, IntLanes), Lanes);
+}
 JAXSERVE_INLINE Lanes Widen(const int8_t* at) {
   int8_t byte __attribute__((vector_size(16)));
   std::memcpy(&byte, at, sizeof(byte));
@@ -233,7 +192,7 @@ JAXSERVE_INLINE Lanes LoadVector(const KV* at, int64_t e, int64_t E) {
 struct Workspace {
   float* q;       // [M][E], scaled
   float* keys;    // [kBlock / kLanes][E][kLanes] of KV, where pages do not lie that way
-  float* k_scale;  // [kBlock], of 8-bit pages; v_scale the same
+  float* k_scale;  // [kBlock], of pages of codes; v_scale the same
   float* v_scale;
   float* scores;  // [M][kBlock], then the weights
   State state, total;
@@ -265,7 +224,10 @@ JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* group
   for (int64_t e = 0; e < E; ++e) {
     Lanes keys[kGroups];
 #pragma GCC unroll 4
-    for (int g = 0; g < kGroups; ++g) keys[g] = Widen(groups[g] + e * kLanes);
+    for (int g = 0; g < kGroups; ++g) {
+      keys[g] = Widen(groups[g] + e * kLanes);
+      __builtin_prefetch(groups[g] + (e + 16) * kLanes);  // four streams outrun the processor's own
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       float value = q[r * E + e];
@@ -283,8 +245,9 @@ JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* group
   }
 }
 
-// Adds to kRows values, elements [e, e + 16 kVectors), what `keys` keys weigh, in order.
-template <int kRows, int kVectors, typename KV>
+// Adds to kRows values, elements [e, e + 16 kVectors), what `keys` keys weigh, in order. kWhole: all
+// elements are before E, so that no load has to be cut (which would put the sums into memory).
+template <int kRows, int kVectors, bool kWhole, typename KV>
 JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const float* v_scale, int64_t keys,
                                int64_t e, int64_t E, float* value, int64_t depth) {
   Lanes sum[kRows][kVectors];
@@ -297,7 +260,8 @@ JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const float* v
     Lanes from[kVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
-      from[i] = LoadVector(v + k * E, e + i * kLanes, E);
+      const int64_t at = e + i * kLanes;
+      from[i] = kWhole ? Widen(v + k * E + at) : LoadVector(v + k * E, at, E);
       if (v_scale != nullptr) from[i] *= v_scale[k];
     }
 #pragma GCC unroll 16
@@ -364,8 +328,14 @@ struct ValueOp {
                                   int64_t depth) {
     auto tile = [&](auto rows, auto columns, int64_t row, int64_t vector)
                     __attribute__((always_inline)) {
-      ValueTile<decltype(rows)::value, decltype(columns)::value>(
-          weights + row * kBlock, v, v_scale, keys, vector * kLanes, E, value + row * depth, depth);
+      constexpr int kRows = decltype(rows)::value, kVectors = decltype(columns)::value;
+      const float* w = weights + row * kBlock;
+      float* to = value + row * depth;
+      if ((vector + kVectors) * kLanes <= E) {
+        ValueTile<kRows, kVectors, true>(w, v, v_scale, keys, vector * kLanes, E, to, depth);
+      } else {
+        ValueTile<kRows, kVectors, false>(w, v, v_scale, keys, vector * kLanes, E, to, depth);
+      }
     };
     Cover<kIsa, kMostRows<kIsa>>(M, depth / kLanes, tile);
   }
@@ -495,21 +465,6 @@ void FindKeys(const Call<KV>& call, const Tile& tile, int64_t base, int64_t from
   for (int64_t g = first; g * kLanes < to; ++g) groups[g - first] = copy + g * kLanes * call.E;
 }
 
-// Asks for the keys and values of a block that comes next: pages are scattered, so the processor cannot
-// guess where it goes on.
-template <typename KV>
-void Prefetch(const Call<KV>& call, const Tile& tile, int64_t from, int64_t to) {
-  constexpr int64_t kLine = 64 / sizeof(KV);
-  for (int64_t key = from / kLanes * kLanes; key < to; key += kLanes) {
-    const KV* k = call.KeyAt(tile.s, tile.j, key);
-    const KV* v = call.ValueAt(tile.s, tile.j, key);
-    for (int64_t i = 0; i < kLanes * call.E; i += kLine) {
-      __builtin_prefetch(k + i, 0, 2);
-      __builtin_prefetch(v + i, 0, 2);
-    }
-  }
-}
-
 // The state of a tile's queries over the keys of one segment. Slots that are not among a block's keys
 // [from, to) may belong to anybody, or to nobody: their scores count for nothing, their values are
 // not read.
@@ -525,7 +480,6 @@ void AttendSegment(const Call<KV>& call, const Kernels<KV>& kernels, const Tile&
     int64_t from = std::max<int64_t>(low - base, 0);
     int64_t to = std::min<int64_t>(high - base, kBlock);
     if (from >= to) continue;
-    Prefetch(call, tile, base + kBlock, std::min(base + 2 * kBlock, high));
     const KV* groups[kBlock / kLanes];
     FindKeys(call, tile, base, from, to, work, groups);
     for (int64_t key = from; call.scales != nullptr && key < to; ++key) {
@@ -716,7 +670,7 @@ void Attend(const Call<KV>& call, Isa isa) {
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
 // q [T, H, E]; k, v [T, J, E] in the cache's type; k_scale, v_scale [T, J] and scales
-// [L, G, J, 2, K], empty unless that has 8 bits; pages [L, G, J, 2, K, E]; sinks [H] or empty. The
+// [L, G, J, 2, K], empty unless that are codes; pages [L, G, J, 2, K, E]; sinks [H] or empty. The
 // second and third result are `pages` and `scales`, written in place.
 ffi::Error RaggedAttention(ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
@@ -735,7 +689,7 @@ ffi::Error RaggedAttention(ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBu
   }
   auto run = [&](auto type) {
     using KV = decltype(type);
-    bool quantised = sizeof(KV) == 1;
+    bool quantised = sizeof(KV) == 1 || std::is_same_v<KV, int16_t>;
     Call<KV> call{};
     call.T = q.dimensions()[0];
     call.H = q.dimensions()[1];
@@ -770,6 +724,7 @@ ffi::Error RaggedAttention(ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBu
   switch (pages.element_type()) {
     case ffi::F32: return run(float{});
     case ffi::BF16: return run(BFloat16{});
+    case ffi::S16: return run(int16_t{});
     case ffi::S8: return run(int8_t{});
     case ffi::F8E4M3FN: return run(Float8{});
     default: return ffi::Error::InvalidArgument("attention: unknown KV dtype");

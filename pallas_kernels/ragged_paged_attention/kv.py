@@ -1,4 +1,4 @@
-"""The paged KV cache: its specification, its layout, and numbers in 8 bits.
+"""The paged KV cache: its specification, its layout, and its numbers as codes with a scale.
 
 Position p of a row lives in page `page_table_SP[row, p // K]`, slot `p % K`. Page 0 is the null
 page: no row owns it.
@@ -16,12 +16,16 @@ import jax.numpy as jnp
 from .. import dispatch, native
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
-INT8_MAX = 127.0
+CODE_MAX = {"int8": 127.0, "int16": 32767.0, "float8_e4m3fn": FP8_MAX}
 
 
 @dataclasses.dataclass(frozen=True)
 class KVSpec:
-    """What one model keeps per token. dtype: float32, bfloat16, int8 or float8_e4m3fn."""
+    """What one model keeps per token. dtype: float32, bfloat16, int8, int16 or float8_e4m3fn.
+
+    int16 is half of float32 at 15 bits of each vector's largest element: as good as float32 to read
+    text by, and for native CPU code and the reference only.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -31,7 +35,7 @@ class KVSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        known = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+        known = ("float32", "bfloat16", *CODE_MAX)
         if self.dtype.name not in known:
             raise ValueError(f"KV dtype {self.dtype.name}: choose one of {', '.join(known)}")
         for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
@@ -40,7 +44,7 @@ class KVSpec:
 
     @property
     def quantised(self) -> bool:
-        return self.dtype.itemsize == 1
+        return self.dtype.name in CODE_MAX
 
 
 @flax.struct.dataclass
@@ -50,7 +54,7 @@ class KVPages:
     data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, K, W] with W = 2 * J * E, rounded up.
       In native code on the CPU a page's K are turned, [K / 16, E, 16] in the place of [K, E] (whole
       where 16 does not divide K): there a vector holds one element of 16 keys.
-    scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
+    scale: None, or for codes float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
       scale. A page carries a scale per head and slot, not one for all slots: it fills over many
       steps, a shared scale would have to be revised, and results would depend on a prompt's chunks.
     """
@@ -62,6 +66,8 @@ class KVPages:
 def kv_page_shape(spec: KVSpec, num_pages: int, backend: str) -> tuple[int, ...]:
     """Shape of `KVPages.data` for `backend`."""
     dispatch.check(backend)
+    if spec.dtype == jnp.int16 and backend not in ("cpu", "reference"):
+        raise ValueError("KV dtype int16 is for the CPU: choose bfloat16, int8 or float8_e4m3fn")
     L, J, K, E = spec.num_layers, spec.num_kv_heads, spec.page_size, spec.head_dim
     if backend in ("tpu", "interpret"):
         return (L, num_pages, K, tpu_lanes(J, E))
@@ -100,18 +106,18 @@ def kv_bytes_per_page(spec: KVSpec, backend: str) -> int:
 
 
 def quantise(x, dtype):
-    """x [..., E] -> (8-bit [..., E], scale float32 [...]) with x ~ data * scale.
+    """x [..., E] -> (codes of `dtype` [..., E], scale float32 [...]) with x ~ codes * scale.
 
     Scales make the largest magnitude of each vector the largest code. A vector of zeros keeps scale
     1; infinities become the largest finite value: nothing here makes a NaN of a number.
     """
-    limit = INT8_MAX if jnp.dtype(dtype) == jnp.int8 else FP8_MAX
+    limit = CODE_MAX[jnp.dtype(dtype).name]
     largest = float(jnp.finfo(jnp.float32).max)
     x = jnp.clip(x.astype(jnp.float32), -largest, largest)
     amax = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(amax > 0, jnp.maximum(amax / limit, jnp.finfo(jnp.float32).tiny), 1.0)
     codes = jnp.clip(x / scale[..., None], -limit, limit)
-    if jnp.dtype(dtype) == jnp.int8:
+    if jnp.issubdtype(dtype, jnp.integer):
         codes = jnp.round(codes)
     return codes.astype(dtype), scale
 

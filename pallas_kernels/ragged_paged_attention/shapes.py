@@ -159,8 +159,8 @@ def place(case: Case, backend: str, dtype, kv_dtype=None):
     """-> (q, k, v, kv_pages, batch, sinks) as jax arrays in the backend's layout."""
     kv_dtype = jnp.dtype(kv_dtype or dtype)
     cache = jnp.asarray(case.cache_LGJ2KE)
-    if kv_dtype.itemsize == 1:
-        # An 8-bit integer cannot say NaN; its scale can.
+    if kv_dtype.name in kv.CODE_MAX:
+        # An integer cannot say NaN; its scale can.
         codes, scales = kv.quantise(jnp.nan_to_num(cache), kv_dtype)
         pages = kv.KVPages(codes, jnp.where(jnp.isnan(cache[..., 0]), jnp.nan, scales))
     else:

@@ -90,7 +90,7 @@ def test_any_page_and_head_size(page_size, head_dim):
     np.testing.assert_array_equal(np.asarray(plain(pages).data), cache.astype(np.float32))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int16", "float8_e4m3fn"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_narrow_caches(kv_dtype, isa):
     """Equal to float64 attention over the very numbers that the cache holds, and the same numbers

@@ -50,7 +50,7 @@ def make_rows(count, depth, seed=1):
 
 @functools.partial(jax.jit, static_argnames="isa")
 def on_cpu(x_TD, weight, layer=None, *, isa=None):
-    return cpu.linear(x_TD, weight, layer=layer, isa=isa)
+    return cpu.linears(x_TD, (weight,), layer=layer, isa=isa)[0]
 
 
 # ---- forms -------------------------------------------------------------------------------------
@@ -205,6 +205,47 @@ def test_a_row_is_its_own(form, isa):
 
 @needs_native
 @pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("forms", [("Q4_1", "Q4_1", "Q4_0"), ("Q8_0", "Q4_K", "Q6_K")])
+@pytest.mark.parametrize("rows", [1, 21])
+def test_several_at_once_are_each_alone(forms, rows, isa):
+    """Weights of one form and of three, of sizes with and without an odd panel: the same bits."""
+    made = [make_weight(form, 24 + 16 * i, 256, seed=i) for i, form in enumerate(forms)]
+    weights = [api.prepare(weight, "stored", "cpu") for weight in made]
+    x = make_rows(rows, 256)
+    together = jax.jit(functools.partial(cpu.linears, isa=isa))(x, weights)
+    for got, weight in zip(together, weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(on_cpu(x, weight, isa=isa)))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("forms", [("Q4_1", "Q4_1"), ("Q8_0", "Q6_K")])
+@pytest.mark.parametrize("activation", cpu.ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 2, 21])
+def test_gated_equals_float64(activation, forms, rows, isa):
+    gate, up = (make_weight(form, 56, 256, seed=i) for i, form in enumerate(forms))
+    x = make_rows(rows, 256) / 16
+    wide = x.astype(np.float64)
+    g, u = (wide @ np.float64(api.dequantize(w)).T for w in (gate, up))
+    z = g if activation == "silu" else 2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)
+    want = g / (1 + np.exp(-np.clip(z, -80, 80))) * u
+    placed = [api.prepare(w, "stored", "cpu") for w in (gate, up)]
+    run = functools.partial(cpu.gated, activation=activation, layer=None, isa=isa)
+    got = np.asarray(jax.jit(run)(x, *placed))
+    products = np.abs(wide) @ np.abs(np.float64(api.dequantize(up))).T
+    # What a factor is off by (2^-14 of its products at worst), times the other; gate's slope is < 1.2.
+    of_gate = np.abs(wide) @ np.abs(np.float64(api.dequantize(gate))).T
+    bound = 2.0**-14 * (np.abs(g) * products + 1.2 * np.abs(u) * of_gate) + 1e-6
+    assert (np.abs(got - want) <= bound).all()
+    alone = functools.partial(api.gated, activation=activation, backend="reference")
+    reference = np.asarray(
+        alone(jnp.asarray(x), *[jax.tree.map(jnp.asarray, w) for w in (gate, up)])
+    )
+    assert (np.abs(reference - want) <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_one_huge_input_does_not_drown_the_rest(kind, isa):
     """Models put thousands into one channel of a first token. With a zero weight on that channel
@@ -268,7 +309,7 @@ def test_stacked_layers_in_a_scan(form):
 
     @jax.jit
     def run(x, stacked):
-        step = lambda x, layer: (x, cpu.linear(x, stacked, layer=layer))
+        step = lambda x, layer: (x, cpu.linears(x, (stacked,), layer=layer)[0])
         return jax.lax.scan(step, x, jnp.arange(5, dtype=jnp.int32))[1]
 
     got = np.asarray(run(x, stacked))
@@ -283,7 +324,7 @@ def test_a_scan_copies_no_weights():
     stacked = api.prepare(np.zeros((8, 256, 256), np.float32), "float32", "cpu")
 
     def run(x, stacked):
-        step = lambda x, layer: (cpu.linear(x, stacked, layer=layer), None)
+        step = lambda x, layer: (cpu.linears(x, (stacked,), layer=layer)[0], None)
         return jax.lax.scan(step, x, jnp.arange(8, dtype=jnp.int32))[0]
 
     x = jnp.zeros((2, 256))

@@ -1,0 +1,57 @@
+// Arithmetic on lanes that the native CPU operations share; see native.h for what a lane is.
+
+#pragma once
+
+#include <cstring>
+
+#include "native.h"
+
+namespace jaxserve {
+
+JAXSERVE_INLINE Lanes LoadLanes(const float* at) {
+  Lanes v;
+  std::memcpy(&v, at, sizeof(v));
+  return v;
+}
+JAXSERVE_INLINE void StoreLanes(float* at, const Lanes& v) { std::memcpy(at, &v, sizeof(v)); }
+
+JAXSERVE_INLINE Lanes Fill(float value) { return Lanes{} + value; }
+
+// Comparisons of vectors wider than the build's baseline compile to one branch a lane, so choices are
+// made with signs and masks instead.
+JAXSERVE_INLINE IntLanes Negative(const Lanes& x) { return reinterpret_cast<IntLanes>(x) >> 31; }
+JAXSERVE_INLINE Lanes Select(const IntLanes& mask, const Lanes& yes, const Lanes& no) {
+  return reinterpret_cast<Lanes>((reinterpret_cast<IntLanes>(yes) & mask) |
+                                 (reinterpret_cast<IntLanes>(no) & ~mask));
+}
+JAXSERVE_INLINE Lanes Max(const Lanes& a, const Lanes& b) { return Select(Negative(a - b), b, a); }
+
+// e^x = power * (1 + rest), for x in [-87, 88]: x = n ln 2 + r with |r| <= ln(2) / 2, power = 2^n and
+// rest = e^r - 1 by its Taylor series to r^7, good to 5e-9 and exactly 0 at 0.
+struct Power {
+  Lanes power, rest;
+};
+JAXSERVE_INLINE Power PowerOf(const Lanes& x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  Lanes n = (x * 1.44269504f + kRound) - kRound;
+  Lanes r = x - n * 0.693359375f;  // ln 2 in two parts, the first exact in few bits
+  r = r - n * -2.12194440e-4f;
+  Lanes series = Fill(1.0f / 5040);
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  IntLanes exponent = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  return {reinterpret_cast<Lanes>(exponent), series * r};
+}
+
+// e^x for x up to 88: exactly 1 at 0, and 0 below -87.
+JAXSERVE_INLINE Lanes Exp(const Lanes& x) {
+  IntLanes tiny = Negative(x + 87.0f);
+  Power e = PowerOf(Select(tiny, Fill(-87.0f), x));
+  return Select(tiny, Fill(0.0f), e.power * (e.rest + 1.0f));
+}
+
+}  // namespace jaxserve
