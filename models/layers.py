@@ -230,8 +230,8 @@ def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Arra
 
 
 def _heads(layer: Layer, y_TF: jax.Array, name: str, count: int) -> jax.Array:
-    """[T, count, E]: projection `name` cut into heads, normalised over a head or over all of them as the
-    shape of its norm says, where it has one."""
+    """[T, count, E]: projection `name` cut into heads, normalised over a head or over all of them
+    as the shape of its norm says, where it has one."""
     norm = f"{name}_norm"
     heads = lambda y: y.reshape(-1, count, layer.config.head_dim)
     if norm not in layer:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import native
-from .weights import PackedWeight, QuantizedWeight
+from .weights import QuantizedWeight
 
 
 def available() -> bool:

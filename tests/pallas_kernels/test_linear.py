@@ -233,7 +233,7 @@ def test_gated_equals_float64(activation, forms, rows, isa):
     run = functools.partial(cpu.gated, activation=activation, layer=None, isa=isa)
     got = np.asarray(jax.jit(run)(x, *placed))
     products = np.abs(wide) @ np.abs(np.float64(api.dequantize(up))).T
-    # What a factor is off by (2^-14 of its products at worst), times the other; gate's slope is < 1.2.
+    # What a factor is off by (2^-14 of its products), times the other; the slope is below 1.2.
     of_gate = np.abs(wide) @ np.abs(np.float64(api.dequantize(gate))).T
     bound = 2.0**-14 * (np.abs(g) * products + 1.2 * np.abs(u) * of_gate) + 1e-6
     assert (np.abs(got - want) <= bound).all()
