@@ -46,7 +46,8 @@ class StepPlan:
     admits: tuple[tuple[int, Sequence], ...] = ()  # (slot, sequence) newly given a slot
     admitted: tuple[Decision, ...] = ()
     preempted: tuple[Decision, ...] = ()
-    waiting: tuple[Decision, ...] = ()  # the head of the queue and why it did not run
+    waiting: tuple[Decision, ...] = ()  # the head of the queue and why it did not run; before it
+    # those that let it pass until their prefix is computed
     guard: tuple[str, ...] = ()  # signs raised and lowered since the last plan
     budget: int = 0  # tokens that the step might have had
 

@@ -51,6 +51,8 @@ def assemble(
 
     slots.planned_N[row_S] = end_S
     slots.tokens_N[row_S] = total_S + samples_S
+    slots.turn += 1
+    slots.served_N[prefill] = slots.turn
     return StepPlan(
         sequences=tuple(slots.sequence_N[row_S].tolist()),
         slot_S=row_S.astype(np.int32),

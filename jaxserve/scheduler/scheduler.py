@@ -22,7 +22,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.scheduler.batch import ActiveBatch
+from jaxserve.scheduler.batch import ActiveBatch, Admission, Kept
 from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate
@@ -298,24 +298,35 @@ class Scheduler:
     def _admit(self, now: float):
         """Fills free slots from the queue, in the policy's order, while pages last.
 
-        Nobody overtakes the head of the queue: a large request that waits for pages gets them.
+        Nobody overtakes the head of the queue: a large request that waits for pages gets them. One
+        that waits for a running sequence to compute their common prefix lets others pass, but its
+        slot and pages are kept for it.
         Returns the plan's (admits, admitted, waiting).
         """
-        admits, admitted = [], []
-        head = self._queue.peek()
-        if head is None:
-            return (), (), ()
-        why_not = self._why_closed()
-        while head is not None and why_not is None:
-            why_not = self._admit_one(head, admits, admitted)
-            if why_not is not None and self._make_room(head, now):
-                why_not = self._admit_one(head, admits, admitted)
-            if why_not is None:
-                head = self._queue.peek()
+        head, closed = self._queue.peek(), self._why_closed()
+        if head is None or closed is not None:
+            return (), (), () if head is None else (Decision(head.id, closed),)
+        admits, admitted, waiting, kept = [], [], [], Kept()
+        while head is not None and kept.slots < self.limits.num_slots:
+            admission = self._admit_one(head, kept, admits, admitted)
+            if admission.slot is None and not admission.waits and self._make_room(head, kept, now):
+                admission = self._admit_one(head, kept, admits, admitted)
+            if admission.slot is None:
+                waiting.append(Decision(head.id, admission.why_not))
+                if not admission.waits:
+                    break
+                kept.add(admission)
+                self._queue.set_aside()
+            head = self._queue.peek()
+        self._queue.bring_back()
         if admits:
             self._gate.drained(len(admits), now)
-        waiting = () if head is None else (Decision(head.id, why_not),)
-        return tuple(admits), tuple(admitted), waiting
+        return tuple(admits), tuple(admitted), tuple(waiting)
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether a batch is admitted at once and nobody joins it later."""
+        return self.limits.batching == "static" or Action.STATIC_BATCHING in self._guard.actions
 
     def _why_closed(self) -> str | None:
         """Why nobody at all is admitted now."""
@@ -329,13 +340,14 @@ class Scheduler:
             return "the guard paused admission"
         return None
 
-    def _admit_one(self, sequence: Sequence, admits: list, admitted: list) -> str | None:
-        """Gives the head of the queue a slot and pages. Returns why not."""
+    def _admit_one(self, sequence: Sequence, kept: Kept, admits: list, admitted: list) -> Admission:
+        """Gives the head of the queue a slot and pages, if it can have them."""
         tenant = self._ledger.number(sequence.request.tenant)
         standing = self._policy.standing(sequence)
-        admission = self._batch.admit(sequence, self._spare_pages(), tenant, standing)
+        spare, may_wait = self._spare_pages(), not self._is_static
+        admission = self._batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
         if admission.slot is None:
-            return admission.why_not
+            return admission
         self._dequeue(sequence)
         self._stops.admit(sequence)
         known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
@@ -347,7 +359,7 @@ class Scheduler:
             self._ledger.charge_input(tenant, known - cached)
         admits.append((admission.slot, sequence))
         admitted.append(Decision(sequence.id, f"{verb}, {cached} of {known} tokens cached"))
-        return None
+        return admission
 
     def _spare_pages(self) -> int:
         """Pages an admission leaves free: one for each running row to grow into, lest it end in a
@@ -357,13 +369,13 @@ class Scheduler:
             return max(running, self._pool.capacity // 10)
         return running
 
-    def _make_room(self, head: Sequence, now: float) -> bool:
+    def _make_room(self, head: Sequence, kept: Kept, now: float) -> bool:
         """Evicts running sequences of a higher standing for the head of the queue, if it helps."""
         candidates = evictable(self._slots, self._policy, above=self._policy.standing(head))
         if not candidates:
             return False
-        needed = self.limits.pages_for(len(head.tokens)) + self._spare_pages()
-        victims = victims_for(self._slots, self._pool, candidates, needed)
+        pages = self.limits.pages_for(len(head.tokens)) + self._spare_pages() + kept.pages
+        victims = victims_for(self._slots, self._pool, candidates, kept.slots + 1, pages)
         for victim in victims:
             self._preempt(victim, f"{head.request.id} goes first", now)
         return bool(victims)

@@ -121,6 +121,7 @@ def test_5000_steps_of_shortage_aborts_and_ties(policy):
     driver.run().check_outputs()
     stats = driver.scheduler.stats()
     assert stats.preemptions > 20 and stats.prefix_hit_tokens > 0
+    assert any("prefix they share" in d.reason for plan in driver.plans for d in plan.waiting)
     assert refusals == {"queue_full", "rate_limited"}
     assert set(driver.ends.values()) == set(FinishReason) - {FinishReason.ERROR}
     assert stats.requests == len(driver.requests)
