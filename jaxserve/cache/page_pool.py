@@ -87,10 +87,10 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def keep(self, page: int) -> None:
-        """The page's content is final and worth keeping: it becomes idle instead of free."""
-        assert self.references_G[page] > 0, f"page {page} is nobody's"
-        self._kept.add(page)
+    def keep(self, pages: list[int]) -> None:
+        """The pages' contents are final and worth keeping: they become idle instead of free."""
+        assert self.references_G[pages].all(), f"of pages {pages} some are nobody's"
+        self._kept.update(pages)
 
     def forget_all(self) -> None:
         """Nothing is worth keeping any more (the pages' contents are lost)."""

@@ -20,7 +20,6 @@ from jaxserve.cache.page_pool import PagePool
 from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.scheduler.coming import ComingPages
 from jaxserve.scheduler.limits import Limits
-from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.slots import SlotArray
 from jaxserve.types import Sequence
 
@@ -38,6 +37,9 @@ class Admission:
     why_not: str = ""
     waits: bool = False
     needed: int = 0
+
+
+NO_SLOT = Admission(None, why_not="every slot is taken")
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +82,7 @@ class ActiveBatch:
         later when a running sequence computes its beginning.
         """
         if not self.slots.num_free and not self.coming:
-            return Admission(None, why_not="every slot is taken")
+            return NO_SLOT
         most = self._shareable(sequence)
         hits = self._match(sequence, most)
         needed = self.limits.pages_for(len(sequence.tokens)) - len(hits)
@@ -89,7 +91,7 @@ class ActiveBatch:
             why_not = f"{source.request.id} computes the prefix they share"
             return Admission(None, why_not=why_not, waits=True, needed=needed)
         if self.slots.num_free <= kept.slots:
-            return Admission(None, why_not="every slot is taken")
+            return NO_SLOT
         self.pool.share(hits)  # first: reserving could evict them
         available, spare = self.pool.num_available, spare + kept.pages
         if needed + spare > available:
@@ -157,32 +159,35 @@ class ActiveBatch:
         self.coming.stop(sequence)
         self.pool.release(self.slots.leave(sequence.slot))
 
-    def advance(self, plan: StepPlan, rows: np.ndarray) -> int:
-        """The KV of these rows is written now; pages that became full are published.
+    def advance(self, slot_S: np.ndarray, end_S: np.ndarray) -> int:
+        """The KV of these slots is written now up to end_S; pages that became full are published.
 
         Returns how many tokens that was.
         """
         slots, size = self.slots, self.limits.page_size
-        slot_S = plan.slot_S[rows]
-        end_S = plan.end_S[rows]
         before_S = slots.computed_N[slot_S]
         slots.computed_N[slot_S] = end_S
-        first_S, last_S = before_S // size, end_S // size
-        filled = (last_S > first_S).nonzero()[0]
         if self.limits.prefix_caching:
-            self._publish(slot_S[filled], first_S[filled], last_S[filled])
+            first_S, last_S = before_S // size, end_S // size
+            filled = (last_S > first_S).nonzero()[0]
+            if len(filled):
+                self._publish(slot_S[filled], first_S[filled], last_S[filled])
         return int((end_S - before_S).sum())
 
     def _publish(self, slot_S: np.ndarray, first_S: np.ndarray, last_S: np.ndarray) -> None:
         """Pages [first, last) of each row's table are full of computed tokens."""
-        slots = self.slots
+        digests, pages, extend = [], [], self.cache.extend
+        sequence_N, page_table_NP = self.slots.sequence_N, self.slots.page_table_NP
         for slot, first, last in zip(slot_S.tolist(), first_S.tolist(), last_S.tolist()):
-            sequence = slots.sequence_N[slot]
+            sequence = sequence_N[slot]
             chain = sequence.page_chain
-            self.cache.extend(chain, sequence.tokens, sequence.request.cache_salt, last)
-            pages = slots.page_table_NP[slot, first:last].tolist()
-            self.cache.publish(chain[first + 1 : last + 1], pages)
-            self.coming.filled(sequence, last)
+            extend(chain, sequence.tokens, sequence.request.cache_salt, last)
+            digests += chain[first + 1 : last + 1]
+            pages += page_table_NP[slot, first:last].tolist()
+        self.cache.publish(digests, pages)
+        if self.coming:
+            for slot, last in zip(slot_S.tolist(), last_S.tolist()):
+                self.coming.filled(sequence_N[slot], last)
 
     def check_invariants(self) -> None:
         self.slots.check_invariants(self.limits.page_size)

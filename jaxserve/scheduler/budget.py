@@ -47,11 +47,14 @@ class ChunkBudget:
     def __init__(self, most: int, target_s: float | None):
         self.most = most
         self.target_s = target_s
-        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens^2, tokens * seconds
+        # Sums of weights, tokens, seconds, tokens^2, tokens * seconds. Plain floats: five of them
+        # are no work for numpy.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._sums *= FORGETTING
-        self._sums += (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        weight, x, y, xx, xy = (FORGETTING * total for total in self._sums)
+        square, product = tokens * tokens, tokens * seconds
+        self._sums = (weight + 1.0, x + tokens, y + seconds, xx + square, xy + product)
 
     def predict(self, tokens: int) -> float | None:
         """Seconds of a step, None before there was one."""

@@ -100,6 +100,10 @@ class Guard:
         """The actions' names; other threads may ask."""
         return tuple(sorted(action.value for action in self.actions))
 
+    def wants(self, action: Action) -> bool:
+        """Whether the action is in force. Asked several times a step, nearly always in vain."""
+        return bool(self.actions) and action in self.actions
+
     def is_due(self, now: float) -> bool:
         return bool(self.signs) and now >= self._next_look
 

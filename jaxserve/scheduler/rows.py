@@ -21,7 +21,9 @@ def choose_rows(slots: SlotArray, page_size: int):
     runs_N = covered_N & (slots.tokens_N < slots.stop_at_N)
     decode = (runs_N & (pending_N == 1)).nonzero()[0]
     prefill = (runs_N & (pending_N > 1)).nonzero()[0]
-    return decode, prefill[np.argsort(slots.order_N[prefill], kind="stable")]
+    if len(prefill) > 1:
+        prefill = prefill[slots.order_N[prefill].argsort()]
+    return decode, prefill
 
 
 def assemble(
@@ -34,17 +36,19 @@ def assemble(
     """
     num_decode = len(decode)
     row_S = np.concatenate([decode, prefill])
-    count_S = np.concatenate([np.ones(num_decode, np.int32), chunks])
     start_S = slots.planned_N[row_S]
     total_S = slots.tokens_N[row_S]
-    cu_q_len_S1 = np.zeros(len(row_S) + 1, np.int32)
-    np.cumsum(count_S, out=cu_q_len_S1[1:])
-    end_S = start_S + count_S
+    cu_q_len_S1 = np.arange(len(row_S) + 1, dtype=np.int32)
+    end_S = start_S + 1
+    if len(chunks):
+        cu_q_len_S1[num_decode + 1 :] = num_decode + chunks.cumsum()
+        end_S[num_decode:] += chunks - 1
     samples_S = (end_S == total_S) & (total_S < slots.max_total_N[row_S])
 
     token_ids_T = np.empty(cu_q_len_S1[-1], np.int32)
     in_flight = total_S[:num_decode] > slots.known_N[decode]
-    token_ids_T[:num_decode] = np.where(in_flight, ON_DEVICE, slots.last_token_N[decode])
+    token_ids_T[:num_decode] = slots.last_token_N[decode]
+    token_ids_T[:num_decode][in_flight] = ON_DEVICE
     for row in range(num_decode, len(row_S)):
         tokens = slots.sequence_N[row_S[row]].tokens[start_S[row] : end_S[row]]
         token_ids_T[cu_q_len_S1[row] : cu_q_len_S1[row + 1]] = tokens

@@ -174,11 +174,9 @@ class Scheduler:
 
     def _is_shed(self, request: Request) -> bool:
         """Whether the guard turns this arrival away."""
-        if Action.SHED_GREEDIEST in self._guard.actions and self._ledger.is_greediest(
-            request.tenant
-        ):
+        if self._guard.wants(Action.SHED_GREEDIEST) and self._ledger.is_greediest(request.tenant):
             return True
-        if Action.SHED_LOWEST not in self._guard.actions:
+        if not self._guard.wants(Action.SHED_LOWEST):
             return False
         worst = max(map(self._policy.standing, self._queue), default=0)
         return self._policy.standing(Sequence(request, 0, 0)) >= worst
@@ -241,15 +239,18 @@ class Scheduler:
         if not len(decode) and not len(prefill):
             return None
         budget = self._tokens_of_step(len(decode))
-        chunks = self._share(self._slots.pending(prefill), budget - len(decode))
+        chunks = self._slots.pending(prefill)
+        if len(prefill):
+            chunks = self._share(chunks, budget - len(decode))
+            prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
         return assemble(
             self._slots,
             decode,
-            prefill[chunks > 0],
-            chunks[chunks > 0],
+            prefill,
+            chunks,
             step=self._stats.steps,
             admits=admits,
             admitted=admitted,
@@ -326,7 +327,7 @@ class Scheduler:
     @property
     def _is_static(self) -> bool:
         """Whether a batch is admitted at once and nobody joins it later."""
-        return self.limits.batching == "static" or Action.STATIC_BATCHING in self._guard.actions
+        return self.limits.batching == "static" or self._guard.wants(Action.STATIC_BATCHING)
 
     def _why_closed(self) -> str | None:
         """Why nobody at all is admitted now."""
@@ -334,9 +335,9 @@ class Scheduler:
             return None
         if self.limits.batching == "static":
             return "the static batch is still running"
-        if Action.STATIC_BATCHING in self._guard.actions:
+        if self._guard.wants(Action.STATIC_BATCHING):
             return "the guard fell back to static batching"
-        if Action.PAUSE_ADMISSION in self._guard.actions:
+        if self._guard.wants(Action.PAUSE_ADMISSION):
             return "the guard paused admission"
         return None
 
@@ -365,12 +366,14 @@ class Scheduler:
         """Pages an admission leaves free: one for each running row to grow into, lest it end in a
         preemption. With nothing running, all may go."""
         running = self._slots.num_running
-        if running and Action.SPARE_PAGES in self._guard.actions:
+        if running and self._guard.wants(Action.SPARE_PAGES):
             return max(running, self._pool.capacity // 10)
         return running
 
     def _make_room(self, head: Sequence, kept: Kept, now: float) -> bool:
         """Evicts running sequences of a higher standing for the head of the queue, if it helps."""
+        if not self._policy.evicts:
+            return False
         candidates = evictable(self._slots, self._policy, above=self._policy.standing(head))
         if not candidates:
             return False
@@ -382,7 +385,7 @@ class Scheduler:
 
     def _tokens_of_step(self, num_decode: int) -> int:
         budget = self._budget.tokens(num_decode)
-        if Action.SMALLER_CHUNKS in self._guard.actions:
+        if self._guard.wants(Action.SMALLER_CHUNKS):
             budget = num_decode + -(-(budget - num_decode) // 2)
         return max(budget, min(num_decode + 1, self.limits.token_budget))
 
@@ -409,12 +412,13 @@ class Scheduler:
         """
         self._budget.observe(plan.num_tokens, self._vitals.absorbed(plan, now))
         events = self.take_events()
-        live_S = self._slots.generation_N[plan.slot_S] == plan.generation_S
+        slot_S = plan.slot_S.astype(np.intp)  # numpy's own kind of index: three times as fast
+        live_S = self._slots.generation_N[slot_S] == plan.generation_S
         rows = live_S.nonzero()[0]
-        self._stats.computed_tokens += self._batch.advance(plan, rows)
+        self._stats.computed_tokens += self._batch.advance(slot_S[rows], plan.end_S[rows])
         sampled = (live_S & plan.samples_S).nonzero()[0]
         first_event = len(events)
-        ended = self._append(plan, result, sampled, events)
+        ended = self._append(plan, result, slot_S[sampled], sampled, events)
         if result.prompt_scores:
             attach_scores(plan, result, live_S, sampled, events, first_event)
         for event, reason, stop_reason in ended:
@@ -426,10 +430,12 @@ class Scheduler:
             self._queue_followers()
         return events
 
-    def _append(self, plan: StepPlan, result: StepResult, rows, events: list[TokenEvent]):
-        """A token and an event for each sampled row. Returns (event, reason, stop id) of ends."""
+    def _append(self, plan: StepPlan, result: StepResult, slot_S, rows, events: list[TokenEvent]):
+        """A token and an event for each sampled row, given these rows and their slots.
+
+        Returns (event, reason, stop id) of ends.
+        """
         slots = self._slots
-        slot_S = plan.slot_S[rows]
         token_S = result.token_S[rows]
         known_S = slots.known_N[slot_S] + 1
         slots.known_N[slot_S] = known_S
@@ -437,11 +443,13 @@ class Scheduler:
         self._stats.generation_tokens += len(rows)
         self._ledger.charge_outputs(slots.tenant_N[slot_S])
         first = len(events)
+        tokens = token_S.tolist()
         sequences = plan.sequences
-        for row, token in zip(rows.tolist(), token_S.tolist()):
-            sequence = sequences[row]
+        if len(rows) < len(sequences):
+            sequences = [sequences[row] for row in rows.tolist()]
+        for sequence, token in zip(sequences, tokens):
             sequence.tokens.append(token)
-            events.append(TokenEvent(sequence, token))
+        events += map(TokenEvent, sequences, tokens)
         if result.logprob_S is not None:
             for at in np.flatnonzero(slots.scores_N[slot_S]).tolist():
                 attach_logprobs(events[first + at], result, rows[at])

@@ -112,8 +112,9 @@ class SlotArray:
 
     def attach_page(self, slots, pages: list[int]) -> None:
         """One more page to each of the slots."""
-        self.page_table_NP[slots, self.num_pages_N[slots]] = pages
-        self.num_pages_N[slots] += 1
+        held = self.num_pages_N[slots]
+        self.page_table_NP[slots, held] = pages
+        self.num_pages_N[slots] = held + 1
 
     def pending(self, slots: np.ndarray) -> np.ndarray:
         """Tokens that each of the slots has left to compute."""
