@@ -267,7 +267,14 @@ def simulate(config: SimulationConfig, _, __) -> int:
 
     settings = dataclasses.asdict(config)
     policies = settings.pop("policies").split(",")
-    simulator.run(workload_name=settings.pop("workload"), policies=policies, out=_say, **settings)
+    with Progress(errors) as progress:
+        simulator.run(
+            workload_name=settings.pop("workload"),
+            policies=policies,
+            out=_say,
+            progress=progress.part("simulate"),
+            **settings,
+        )
     return 0
 
 

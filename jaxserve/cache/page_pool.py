@@ -79,9 +79,15 @@ class PagePool:
         left = self.references_G[pages] - 1
         assert left.min() >= 0, f"released more often than held: {pages}"
         self.references_G[pages] = left
-        for page, references in zip(reversed(pages), left[::-1].tolist()):
-            if references:
-                continue
+        unheld = pages[::-1]
+        if left.any():
+            unheld = [
+                page for page, references in zip(unheld, left[::-1].tolist()) if not references
+            ]
+        if not self._kept:
+            self._free += unheld
+            return
+        for page in unheld:
             if page in self._kept:
                 self._idle[page] = None
             else:

@@ -16,19 +16,20 @@ def share_prefill(pending_S: np.ndarray, budget: int) -> np.ndarray:
     remainders first: a short prompt is through in a step or two however long its neighbours are.
     What one half leaves over, the other takes.
     """
-    chunk_S = np.zeros_like(pending_S)
-    if not len(pending_S) or budget <= 0:
-        return chunk_S
-    left = budget
-    chunk_S[0] = min(pending_S[0], -(-budget // 2))
-    left -= chunk_S[0]
-    for row in np.argsort(pending_S[1:], kind="stable") + 1:
+    if budget <= 0 or not len(pending_S):
+        return np.zeros_like(pending_S)
+    if pending_S.sum() <= budget:
+        return pending_S.copy()
+    pending = pending_S.tolist()
+    chunks = [min(pending[0], -(-budget // 2))] + [0] * (len(pending) - 1)
+    left = budget - chunks[0]
+    for row in sorted(range(1, len(pending)), key=pending.__getitem__):
         if not left:
             break
-        chunk_S[row] = min(pending_S[row], left)
-        left -= chunk_S[row]
-    chunk_S[0] += min(pending_S[0] - chunk_S[0], left)
-    return chunk_S
+        chunks[row] = min(pending[row], left)
+        left -= chunks[row]
+    chunks[0] += min(pending[0] - chunks[0], left)
+    return np.array(chunks, pending_S.dtype)
 
 
 def oldest_first(pending_S: np.ndarray, budget: int) -> np.ndarray:

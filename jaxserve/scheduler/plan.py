@@ -29,7 +29,8 @@ class StepPlan:
     """S rows and T tokens for one step. Shapes by the dimension key; all int32 unless said.
 
     Row r computes tokens token_ids_T[cu_q_len_S1[r]:cu_q_len_S1[r+1]] at positions from start_S[r].
-    The arrays are fresh: nobody writes to them after plan() returns.
+    The arrays are fresh: nobody writes to them after plan() returns. On paper (in a simulation)
+    token_ids_T and page_table_SP are empty.
     """
 
     step: int
@@ -67,4 +68,4 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids_T)
+        return int(self.cu_q_len_S1[-1])

@@ -50,14 +50,22 @@ class Scheduler:
     """Owns the queue, the slots, the pages and the prefix cache. Single-threaded.
 
     cache_key: secret bytes for the prefix digests, drawn by the caller once a process.
+    on_paper: for a simulation. The same decisions, but plans come without token ids and page
+      tables, and absorb tells of ends only: nobody reads the rest, and it is half of the work.
     """
 
     def __init__(
-        self, limits: Limits, config: SchedulerConfig | None = None, *, cache_key: bytes = b""
+        self,
+        limits: Limits,
+        config: SchedulerConfig | None = None,
+        *,
+        cache_key: bytes = b"",
+        on_paper: bool = False,
     ):
         config = config or SchedulerConfig()
         self.limits = limits
         self.config = config
+        self._on_paper = on_paper
         self._policy = POLICIES[config.policy]
         self._stats = Stats(slots=limits.num_slots, pages_total=limits.num_pages - 1)
         self._ledger = ServiceLedger(config.vtc_input_weight, config.vtc_output_weight)
@@ -251,6 +259,7 @@ class Scheduler:
             decode,
             prefill,
             chunks,
+            on_paper=self._on_paper,
             step=self._stats.steps,
             admits=admits,
             admitted=admitted,
@@ -392,15 +401,17 @@ class Scheduler:
     def _watch_signs(self, now: float) -> tuple[str, ...]:
         if not self._guard.is_due(now):
             return ()
-        arrival = min((s.request.arrival for s in self._queue.entered_first()), default=now)
         readings = {
-            "queue_age_s": now - arrival,
-            "itl_p99_s": self._vitals.take_itl_p99(),
-            "fairness_gap": self._ledger.gap(),
-            "preemptions_per_min": self._vitals.preemptions_per_min(now),
-            "page_pressure": 1 - self._pool.num_available / self._pool.capacity,
+            "queue_age_s": lambda: now - self._oldest_arrival(now),
+            "itl_p99_s": self._vitals.take_itl_p99,
+            "fairness_gap": self._ledger.gap,
+            "preemptions_per_min": lambda: self._vitals.preemptions_per_min(now),
+            "page_pressure": lambda: 1 - self._pool.num_available / self._pool.capacity,
         }
         return tuple(map(str, self._guard.look(readings, now)))
+
+    def _oldest_arrival(self, now: float) -> float:
+        return min((s.request.arrival for s in self._queue.entered_first()), default=now)
 
     # Absorbing
 
@@ -421,11 +432,12 @@ class Scheduler:
         ended = self._append(plan, result, slot_S[sampled], sampled, events)
         if result.prompt_scores:
             attach_scores(plan, result, live_S, sampled, events, first_event)
-        for event, reason, stop_reason in ended:
+        for event, (reason, stop_reason) in ended:
             event.finish = reason
             self._end(event.sequence, reason, stop_reason)
-        for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
-            self._end_if_scored(plan.sequences[row], events)
+        if len(sampled) < len(rows):
+            for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
+                self._end_if_scored(plan.sequences[row], events)
         if self._followers:
             self._queue_followers()
         return events
@@ -433,7 +445,7 @@ class Scheduler:
     def _append(self, plan: StepPlan, result: StepResult, slot_S, rows, events: list[TokenEvent]):
         """A token and an event for each sampled row, given these rows and their slots.
 
-        Returns (event, reason, stop id) of ends.
+        Returns the events of those that have ended, each with (reason, stop id).
         """
         slots = self._slots
         token_S = result.token_S[rows]
@@ -442,27 +454,33 @@ class Scheduler:
         slots.last_token_N[slot_S] = token_S
         self._stats.generation_tokens += len(rows)
         self._ledger.charge_outputs(slots.tenant_N[slot_S])
-        first = len(events)
-        tokens = token_S.tolist()
-        sequences = plan.sequences
+        tokens, sequences = token_S.tolist(), plan.sequences
         if len(rows) < len(sequences):
             sequences = [sequences[row] for row in rows.tolist()]
         for sequence, token in zip(sequences, tokens):
             sequence.tokens.append(token)
+        ends = self._ends(sequences, tokens, known_S >= slots.max_total_N[slot_S], token_S)
+        if self._on_paper:
+            last = [TokenEvent(sequences[at], tokens[at]) for at in ends]
+            events += last
+            return list(zip(last, ends.values()))
+        first = len(events)
         events += map(TokenEvent, sequences, tokens)
         if result.logprob_S is not None:
-            for at in np.flatnonzero(slots.scores_N[slot_S]).tolist():
+            for at in slots.scores_N[slot_S].nonzero()[0].tolist():
                 attach_logprobs(events[first + at], result, rows[at])
-        full_S = known_S >= slots.max_total_N[slot_S]
-        ended = []
+        return [(events[first + at], end) for at, end in ends.items()]
+
+    def _ends(self, sequences, tokens, full_S, token_S) -> dict:
+        """Which of these rows have ended with this token: index -> (reason, stop id)."""
+        ends = {}
         for at in (full_S | self._stops.suspects(token_S)).nonzero()[0].tolist():
-            event = events[first + at]
-            if self._stops.ends(event.sequence, event.token):
+            if self._stops.ends(sequences[at], tokens[at]):
                 # An end token at the very last place is still the model's own end.
-                ended.append((event, FinishReason.STOP, event.token))
+                ends[at] = (FinishReason.STOP, tokens[at])
             elif full_S[at]:
-                ended.append((event, FinishReason.LENGTH, None))
-        return ended
+                ends[at] = (FinishReason.LENGTH, None)
+        return ends
 
     def _end_if_scored(self, sequence: Sequence, events: list[TokenEvent]) -> None:
         """A request for no tokens ends when its prompt is computed."""

@@ -150,6 +150,14 @@ def repeated(arrivals_of, times: int, period_s: float) -> Iterator[Arrival]:
             yield dataclasses.replace(arrival, time=arrival.time + turn * period_s)
 
 
+def workload_size(name: str, *, traces: pathlib.Path, count: int) -> int:
+    """About how many arrivals `workload` brings."""
+    if name not in TRACES:
+        return count
+    with (pathlib.Path(traces) / TRACES[name]).open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
 def workload(name: str, *, traces: pathlib.Path, rate: float, count: int, seed: int = 0):
     """The arrivals called `name`. rate and count matter to the generated ones only."""
     if name in TRACES:
