@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+POLICIES = ("fcfs", "priority", "deadline", "vtc")  # of scheduling, by name
+
 
 def setting(default, help, **metadata):
     """A dataclass field with its help text; choices=(...) restricts it."""
@@ -18,7 +20,7 @@ def _check_choices(config):
     for field in dataclasses.fields(config):
         choices = field.metadata.get("choices")
         value = getattr(config, field.name)
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             raise ValueError(
                 f"--{field.name}={value}: choose one of {', '.join(map(str, choices))}"
             )
@@ -106,7 +108,7 @@ class SchedulerConfig:
         "fcfs",
         "Who goes first. fcfs: by arrival; priority: lower values; deadline: the earliest; "
         "vtc: the tenant that has had the least.",
-        choices=("fcfs", "priority", "deadline", "vtc"),
+        choices=POLICIES,
     )
     prefill_sharing: bool = setting(
         True, "Share a step's prefill tokens: half for the oldest prompt, half for the shortest."
@@ -170,6 +172,14 @@ class ServerConfig:
     )
     client_timeout_s: float = setting(
         60.0, "Longest silence of a client that sends a request or reads an answer."
+    )
+    shadow_policy: str | None = setting(
+        None,
+        "Policy to try on paper on the live arrivals; each minute told beside the one that serves.",
+        choices=POLICIES,
+    )
+    shadow_cost_model: str | None = setting(
+        None, "Its costs, a file by `calibrate`; default: fitted to the live steps."
     )
 
     def validate(self) -> None:

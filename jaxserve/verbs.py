@@ -71,14 +71,17 @@ def serve(
     _,
     cache_dir,
 ) -> int:
+    from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.obs.metrics import Metrics
     from jaxserve.server import app
 
     start = time.monotonic()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with Progress(errors) as progress:
-        engine = _start(engine_config, scheduling, progress, cache_dir)
-        metrics = Metrics(engine.stats, engine.model_name)
+        parts = _build(engine_config, scheduling, progress, cache_dir)
+        shadow = _shadow(server_config, parts.core)
+        engine = AsyncEngine.from_parts(parts)
+        metrics = Metrics(engine.stats, engine.model_name, shadow)
         engine.observe(metrics)
 
         def announce(url: str) -> None:
@@ -88,7 +91,25 @@ def serve(
             ).start()
 
         app.serve(engine, server_config, metrics=metrics, on_listening=announce)
+    if shadow is not None:
+        shadow.close()
     return 0
+
+
+def _shadow(config: ServerConfig, core):
+    """The Shadow that the settings ask for, at work; None without one."""
+    from jaxserve.sim.cost_model import CostModel
+    from jaxserve.sim.shadow import Shadow, ShadowedScheduler
+
+    if config.shadow_policy is None:
+        return None
+    cost = config.shadow_cost_model and CostModel.load(pathlib.Path(config.shadow_cost_model))
+    scheduler = core.scheduler
+    shadow = Shadow(scheduler.limits, scheduler.config, config.shadow_policy, cost)
+    core.scheduler = ShadowedScheduler(scheduler, shadow)
+    core.observers.append(shadow)
+    shadow.start()
+    return shadow
 
 
 def _greet(engine, url: str, progress: Progress, start: float) -> None:
@@ -282,19 +303,24 @@ def _say(line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
 
 
-def _start(engine_config, scheduling, progress, cache_dir):
-    """An AsyncEngine that still warms up."""
-    from jaxserve.engine.async_engine import AsyncEngine
+def _build(engine_config, scheduling, progress, cache_dir):
+    """Everything a server runs with, loaded and sized."""
     from jaxserve.engine.start import build
 
-    parts = build(
+    return build(
         engine_config,
         scheduling,
         clock=time.monotonic,
         progress=progress,
         cache_dir=cache_dir,
     )
-    return AsyncEngine.from_parts(parts)
+
+
+def _start(engine_config, scheduling, progress, cache_dir):
+    """An AsyncEngine that still warms up."""
+    from jaxserve.engine.async_engine import AsyncEngine
+
+    return AsyncEngine.from_parts(_build(engine_config, scheduling, progress, cache_dir))
 
 
 def _load(engine_config: EngineConfig, scheduling: SchedulerConfig, cache_dir):

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.scheduler.plan import StepPlan
 
+FEWEST_STEPS = 20
 PARTS = ("step", "token", "row", "kv_token", "pair")
 
 
@@ -71,8 +72,10 @@ class CostModel:
     @classmethod
     def fit(cls, parts_RF: np.ndarray, seconds_R: np.ndarray, source: str = "") -> CostModel:
         """Prices from measured steps, R of them. Raises ValueError when there are too few."""
-        if len(seconds_R) < 20:
-            raise ValueError(f"{len(seconds_R)} steps are too few to fit a cost model; record 20")
+        if len(seconds_R) < FEWEST_STEPS:
+            raise ValueError(
+                f"{len(seconds_R)} steps are too few to fit a cost model; record {FEWEST_STEPS}"
+            )
         keep_R = _without_outliers(parts_RF, seconds_R)
         parts_RF, seconds_R = parts_RF[keep_R], seconds_R[keep_R]
         price_F = _non_negative_least_squares(
