@@ -58,6 +58,12 @@ def test_what_a_shadow_policy_would_have_done():
     assert 'jaxserve:shadow_tokens_per_second{policy="vtc"} 12.5' in text
 
 
+def test_version_tells_what_runs_and_no_file_names(client):
+    body = client.get("/version").json()
+    assert body["model"] == "fake-model" and body["config"] == {"num_slots": 4}
+    assert re.match(r"\d+\.\d+", body["version"])
+
+
 def test_labels_are_bounded_whatever_clients_send(client):
     client.complete(prompt="a", max_tokens=1)
     client.get("/nowhere/0")
