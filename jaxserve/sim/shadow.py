@@ -133,7 +133,7 @@ class Shadow:
         job = self.job()
         if job is not None:
             done = subprocess.run(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-P", "-m", __name__],
                 input=orjson.dumps(job),
                 capture_output=True,
                 timeout=TIMEOUT_S,
