@@ -15,7 +15,6 @@ is planned and what is known, and a row's token may be ON_DEVICE.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import secrets
 from collections.abc import Iterable
 
@@ -32,6 +31,7 @@ from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.policy import POLICIES
 from jaxserve.scheduler.preemption import choose_victim, evictable, victims_for
 from jaxserve.scheduler.queue import FairQueue, WaitingQueue
+from jaxserve.scheduler.requests import OpenRequests
 from jaxserve.scheduler.rows import assemble, attach_logprobs, attach_scores, choose_rows
 from jaxserve.scheduler.stats import Stats
 from jaxserve.scheduler.stops import StopRules
@@ -81,13 +81,9 @@ class Scheduler:
             self._queue = FairQueue(self._policy.key, self._ledger)
         else:
             self._queue = WaitingQueue(self._policy.key)
-        self._open: dict[str, list[Sequence]] = {}  # request id -> choices that have not ended
-        self._followers: dict[str, list[Sequence]] = {}  # choices 2..n, until the first's prompt
-        self._num_followers = 0
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap; outlives its requests
+        self._requests = OpenRequests(self._queue, self._ledger, self._gate)
         self._events: list[TokenEvent] = []  # ends decided outside absorb
         self._preempted: list[Decision] = []  # since the last plan
-        self._serial = 0
         self._stops = StopRules(limits.vocab_size, limits.eos_ids)
         self._vitals = Vitals()
 
@@ -117,12 +113,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + self._num_followers
+        return self._requests.num_waiting
 
     @property
     def has_work(self) -> bool:
         """Whether calling plan or take_events is of any use."""
-        return bool(self._open or self._events)
+        return bool(self._requests or self._events)
 
     def stats(self) -> Stats:
         """A copy; other threads may ask for it."""
@@ -153,23 +149,10 @@ class Scheduler:
             self._stats.refusals += 1
             raise
         self._stats.requests += 1
-        total = self.limits.max_total(request)
-        choices = []
-        for index in range(request.params.n):
-            choices.append(Sequence(request, index, total, self._serial))
-            self._serial += 1
-        self._open[request.id] = choices
-        self._gate.opened(request)
-        self._ledger.opened(self._ledger.number(request.tenant), len(choices))
-        self._enqueue(choices[0])
-        if len(choices) > 1:
-            self._followers[request.id] = choices[1:]
-            self._num_followers += len(choices) - 1
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, choices[0].serial, request))
+        self._requests.add(request, self.limits.max_total(request))
 
     def _check(self, request: Request) -> None:
-        if request.id in self._open:
+        if request.id in self._requests:
             raise RequestRefused(f"request id {request.id!r} is in use", param="request_id")
         self.limits.check(request)
         self._gate.check(request, self.num_waiting, self._queue.num_tokens)
@@ -203,7 +186,7 @@ class Scheduler:
     def fail_all(self, error: Exception) -> list[TokenEvent]:
         """Ends everything, queued or running, with ERROR."""
         events = []
-        for request_id in list(self._open):
+        for request_id in self._requests.ids:
             events += self._end_all(request_id, FinishReason.ERROR, error)
         self._forget_pool()
         return events
@@ -270,11 +253,8 @@ class Scheduler:
         )
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            choices = self._open.get(request.id)
-            if choices and choices[0].request is request:  # an id may be in use again
-                self._events += self._end_all(request.id, FinishReason.TIMEOUT)
+        for request_id in self._requests.take_expired(now):
+            self._events += self._end_all(request_id, FinishReason.TIMEOUT)
 
     def _in_policy_order(self, slots: list[int]) -> list[int]:
         return sorted(slots, key=lambda slot: self._policy.key(self._slots.sequence_N[slot]))
@@ -302,7 +282,7 @@ class Scheduler:
         self._stats.preemptions += 1
         if now is not None:
             self._vitals.preempted(now)
-        self._enqueue(sequence)
+        self._requests.enqueue(sequence)
         self._preempted.append(Decision(sequence.id, reason))
 
     def _admit(self, now: float):
@@ -358,7 +338,7 @@ class Scheduler:
         admission = self._batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
         if admission.slot is None:
             return admission
-        self._dequeue(sequence)
+        self._requests.dequeue(sequence)
         self._stops.admit(sequence)
         known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
         if not sequence.num_preemptions:
@@ -438,8 +418,7 @@ class Scheduler:
         if len(sampled) < len(rows):
             for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
                 self._end_if_scored(plan.sequences[row], events)
-        if self._followers:
-            self._queue_followers()
+        self._requests.queue_followers(self._slots.computed_N)
         return events
 
     def _append(self, plan: StepPlan, result: StepResult, slot_S, rows, events: list[TokenEvent]):
@@ -489,36 +468,14 @@ class Scheduler:
             events.append(TokenEvent(sequence, None, FinishReason.LENGTH))
             self._end(sequence, FinishReason.LENGTH)
 
-    def _queue_followers(self) -> None:
-        """Choices 2..n enter when the first one's prompt is computed: they share its pages."""
-        for request_id in list(self._followers):
-            first = self._open[request_id][0]
-            if first.slot is None or self._slots.computed_N[first.slot] < first.num_prompt:
-                continue
-            for sequence in self._take_followers(request_id):
-                self._enqueue(sequence)
-
-    def _take_followers(self, request_id: str) -> list[Sequence]:
-        followers = self._followers.pop(request_id, [])
-        self._num_followers -= len(followers)
-        return followers
-
-    # Queue and ends
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._ledger.enter(self._ledger.number(sequence.request.tenant))
-        self._queue.push(sequence)
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        self._queue.remove(sequence)
-        self._ledger.leave(self._ledger.number(sequence.request.tenant))
+    # Ends
 
     def _end_all(
         self, request_id: str, reason: FinishReason, error: Exception | None = None
     ) -> list[TokenEvent]:
         events = []
-        self._take_followers(request_id)
-        for sequence in list(self._open.get(request_id, ())):
+        self._requests.drop_followers(request_id)
+        for sequence in self._requests.choices(request_id):
             self._end(sequence, reason)
             events.append(TokenEvent(sequence, None, reason, error=error))
         return events
@@ -526,21 +483,13 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason=None) -> None:
         """The one place where a sequence ends."""
         assert sequence.finish is None, f"{sequence} ended twice"
-        request = sequence.request
         if sequence.slot is not None:
             self._vacate(sequence)
         elif sequence in self._queue:
-            self._dequeue(sequence)
+            self._requests.dequeue(sequence)
         sequence.finish = reason
         sequence.stop_reason = stop_reason
-        self._ledger.closed(self._ledger.number(request.tenant))
-        for follower in self._take_followers(request.id):
-            self._enqueue(follower)  # the first choice ended before its prompt was computed
-        choices = self._open[request.id]
-        choices.remove(sequence)
-        if not choices:
-            del self._open[request.id]
-            self._gate.closed(request)
+        self._requests.close(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
@@ -550,13 +499,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Asserts everything that must hold between two calls. For tests and debugging."""
         self._batch.check_invariants()
-        placed = [*self._slots.running(), *self._queue]
-        for followers in self._followers.values():
-            placed += followers
-        everyone = [sequence for choices in self._open.values() for sequence in choices]
-        assert sorted(s.id for s in placed) == sorted(s.id for s in everyone)
-        assert all(s.finish is None for s in everyone)
-        self._stops.check_invariants(self._slots.running())
-        self._ledger.check_invariants(everyone, self._queue)
-        if not self._open:
+        running = self._slots.running()
+        self._requests.check_invariants(running)
+        self._stops.check_invariants(running)
+        if not self._requests:
             assert self._pool.num_available == self._pool.capacity, "pages leaked"
