@@ -76,9 +76,10 @@ class PagePool:
         """
         if not pages:
             return
-        left = self.references_G[pages] - 1
+        index = np.array(pages)
+        left = self.references_G[index] - 1
         assert left.min() >= 0, f"released more often than held: {pages}"
-        self.references_G[pages] = left
+        self.references_G[index] = left
         unheld = pages[::-1]
         if left.any():
             unheld = [

@@ -110,6 +110,16 @@ def test_prefix_miss_and_hit(alone, tiny_model):
     same(second, expected)
 
 
+def test_a_prefix_that_another_computes_now(alone, tiny_model):
+    """Three at once: two wait until the first has computed what they share."""
+    sampling, expected = alone
+    core = make_core(tiny_model, budget=16)
+    answers = run(core, [subject(sampling, f"s{i}") for i in range(3)])
+    assert [answers[f"s{i}", 0].cached for i in range(3)] == [0, 64, 64]
+    for index in range(3):
+        same(answers[f"s{index}", 0], expected)
+
+
 def test_slots_and_pages_used_before(alone, tiny_model):
     sampling, expected = alone
     core = make_core(tiny_model)

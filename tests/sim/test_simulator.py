@@ -226,6 +226,8 @@ def test_reads_traces(tmp_path):
     assert ids == (3,) * 512 + (9,) * 188
     with pytest.raises(ValueError, match="say where with --traces"):
         list(read_trace("burstgpt", tmp_path))
+    with pytest.raises(ValueError, match="say where with --traces"):
+        workload_size("burstgpt", traces=tmp_path, count=1)
     with pytest.raises(ValueError, match="choose one of azure_conv"):
         workload("nothing", traces=tmp_path, rate=1, count=1)
 
