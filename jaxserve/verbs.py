@@ -176,17 +176,17 @@ def _reply(llm, messages, params) -> str:
 
 def info(engine_config, scheduling, _, cache_dir) -> int:
     """Devices, versions, the settings as worked out, and the programs they need."""
-    import importlib.metadata
-
     import jax
 
     llm = _load(engine_config, scheduling, cache_dir)
     table = Table(show_header=False, box=None)
-    names = ("jaxserve", "jax", "jaxlib", "flax", "numpy")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    made_of = llm.engine.manifest
+    versions = ", ".join(f"{name} {version}" for name, version in made_of["versions"].items())
     devices = ", ".join(f"{d.id}: {d.device_kind}" for d in jax.devices())
     table.add_row("versions", versions)
     table.add_row("devices", f"{jax.default_backend()}: {devices}")
+    table.add_row("weights", made_of["weights"]["sha256_of_samples"])
+    table.add_row("tokenizer", made_of["tokenizer"]["sha256_of_table"])
     table.add_row("runs", llm.engine.description)
     table.add_row("memory", str(llm.engine.memory_table))
     for field in dataclasses.fields(llm.config):

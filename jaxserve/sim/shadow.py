@@ -166,7 +166,7 @@ class Shadow:
         try:
             if self.report():
                 logger.info("%s", self.line())
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             logger.warning("no shadow report: %s", error)
 
 
