@@ -65,6 +65,12 @@ class EngineConfig:
     kv_memory_gib: float | None = setting(
         None, "Bound on KV memory; default: 1 on a CPU, 0.9 of what weights leave free elsewhere."
     )
+    host_kv_gib: float = setting(
+        0.0,
+        "Host memory for the KV of sequences that lose their place; used when fetching it back is "
+        "quicker than computing it again.",
+    )
+    host_kv_gib_per_s: float = setting(8.0, "How fast KV travels between device and host.")
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     batching: str = setting(
         "continuous",
@@ -89,7 +95,7 @@ class EngineConfig:
         _check_choices(self)
         _check_at_least(
             self, num_slots=1, token_budget=1, page_size=1, num_pages=2, max_model_len=2,
-            max_queued=1, max_queued_tokens=1,
+            max_queued=1, max_queued_tokens=1, host_kv_gib=0, host_kv_gib_per_s=1e-3,
         )  # fmt: skip
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"--page_size={self.page_size}: must be a power of two")

@@ -94,6 +94,14 @@ def build(
     pages = memory.count_pages(config, page_bytes, free, device.platform)
     config = dataclasses.replace(config, num_pages=pages)
 
+    num_tokens = min(loaded.config.vocab_size, text.vocab_size)
+    scheduler = Scheduler.from_config(
+        config,
+        scheduling,
+        eos_ids=loaded.eos_ids,
+        vocab_size=num_tokens,
+        page_bytes=page_bytes,
+    )
     shape = RunnerShape(
         num_slots=config.num_slots,
         token_budget=config.token_budget,
@@ -101,13 +109,10 @@ def build(
         num_pages=pages,
         kv_spec=spec,
         deterministic=config.deterministic,
+        host_pages=scheduler.limits.host_pages,
     )
-    num_tokens = min(loaded.config.vocab_size, text.vocab_size)
     step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
     runner = Runner(step, loaded.params, shape, loaded.eos_ids)
-    scheduler = Scheduler.from_config(
-        config, scheduling, eos_ids=loaded.eos_ids, vocab_size=num_tokens
-    )
     made_of = manifest.manifest(
         config,
         scheduler.config,

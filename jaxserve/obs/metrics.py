@@ -40,6 +40,7 @@ _COUNTERS = {
     "requests": ("requests", "Requests accepted.", None),
     "refusals": ("engine_refusals", "Requests the engine refused.", None),
     "preemptions": ("preemptions", "Sequences put back into the queue.", "num_preemptions"),
+    "host_pages_kept": ("host_kv_pages", "KV pages that were copied to the host.", None),
     "prefix_query_tokens": ("prompt_tokens", "Prompt tokens admitted.", "prompt_tokens"),
     "prefix_hit_tokens": ("prefix_cache_hits", "Of those, cached.", "prefix_cache_hits"),
     "computed_tokens": ("computed_tokens", "Tokens computed, recomputation included.", None),

@@ -26,7 +26,8 @@ from jaxserve.types import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admission:
-    """slot None: not now, and why_not says why. num_cached: tokens found in the cache.
+    """slot None: not now, and why_not says why. num_cached: tokens whose KV is there, in the prefix
+    cache or brought back from the host: swap_in says which (host page, page) to copy.
 
     waits: it would fit, but a running sequence computes its beginning; needed: the pages to keep
     for it until then.
@@ -37,6 +38,7 @@ class Admission:
     why_not: str = ""
     waits: bool = False
     needed: int = 0
+    swap_in: tuple[tuple[int, int], ...] = ()
 
 
 NO_SLOT = Admission(None, why_not="every slot is taken")
@@ -86,6 +88,7 @@ class ActiveBatch:
         most = self._shareable(sequence)
         hits = self._match(sequence, most)
         needed = self.limits.pages_for(len(sequence.tokens)) - len(hits)
+        may_wait = may_wait and not sequence.host_pages
         source = self._source(sequence, len(hits), most) if may_wait else None
         if source is not None:
             why_not = f"{source.request.id} computes the prefix they share"
@@ -99,12 +102,13 @@ class ActiveBatch:
             why_not = f"needs {needed} pages beside {spare} to spare; {available} are free"
             return Admission(None, why_not=why_not)
         pages = hits + self.pool.reserve(needed)
-        num_cached = len(hits) * self.limits.page_size
+        num_cached = max(len(hits) * self.limits.page_size, sequence.host_tokens)
+        swap_in = tuple(zip(sequence.host_pages, pages))[len(hits) :]
         slot = self.slots.admit(sequence, pages, num_cached, tenant, standing)
         if self.limits.prefix_caching:
             own = (len(sequence.tokens) - 1) // self.limits.page_size
-            self.coming.begin(sequence, len(hits), own)
-        return Admission(slot, num_cached)
+            self.coming.begin(sequence, num_cached // self.limits.page_size, own)
+        return Admission(slot, num_cached, swap_in=swap_in)
 
     def _shareable(self, sequence: Sequence) -> int:
         """Pages that it may take from others; its last token at least is left to compute."""

@@ -64,6 +64,10 @@ class ChunkBudget:
         overhead, cost = self._fit()
         return overhead + tokens * cost
 
+    def recompute_s(self, tokens: int) -> float:
+        """Seconds that so many tokens add to the steps they are in; 0 before there was a step."""
+        return tokens * self._fit()[1] if self._sums[0] else 0.0
+
     def tokens(self, num_decode: int) -> int:
         """Tokens of a step that has num_decode decoding rows, those included."""
         if self.target_s is None or not self._sums[0]:

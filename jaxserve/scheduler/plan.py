@@ -51,6 +51,9 @@ class StepPlan:
     # those that let it pass until their prefix is computed
     guard: tuple[str, ...] = ()  # signs raised and lowered since the last plan
     budget: int = 0  # tokens that the step might have had
+    # KV pages to copy before the step, all those out before those in:
+    swap_out: tuple[tuple[int, int], ...] = ()  # (page, host page)
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, page)
 
     @property
     def count_S(self) -> np.ndarray:

@@ -26,6 +26,7 @@ from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate
 from jaxserve.scheduler.guard import Action, Guard
+from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.policy import POLICIES
@@ -84,6 +85,7 @@ class Scheduler:
         self._requests = OpenRequests(self._queue, self._ledger, self._gate)
         self._events: list[TokenEvent] = []  # ends decided outside absorb
         self._preempted: list[Decision] = []  # since the last plan
+        self._host = HostPages(limits.host_pages, limits.swap_s_per_page)
         self._stops = StopRules(limits.vocab_size, limits.eos_ids)
         self._vitals = Vitals()
 
@@ -95,13 +97,15 @@ class Scheduler:
         *,
         eos_ids: Iterable[int],
         vocab_size: int,
+        page_bytes: int = 0,
         cache_key: bytes | None = None,
     ) -> Scheduler:
-        """The scheduler of an engine whose num_pages and max_model_len are worked out.
+        """The scheduler of an engine whose num_pages and max_model_len are worked out, and whose KV
+        pages have page_bytes.
 
         cache_key None draws one. No plan depends on its value: only on which digests are equal.
         """
-        limits = Limits.of_engine(engine, eos_ids, vocab_size)
+        limits = Limits.of_engine(engine, eos_ids, vocab_size, page_bytes)
         key = secrets.token_bytes(32) if cache_key is None else cache_key
         return cls(limits, config, cache_key=key)
 
@@ -132,6 +136,7 @@ class Scheduler:
             fairness_gap=self._ledger.gap(),
             guard_actions=self._guard.in_force,
             guard_changes=self._guard.num_changes,
+            host_pages_kept=self._host.num_kept,
         )
 
     def predict(self, plan: StepPlan) -> float | None:
@@ -208,6 +213,7 @@ class Scheduler:
         self._forget_pool()
 
     def _forget_pool(self) -> None:
+        self._host.forget(self._queue)
         self._batch.cache.clear()
         self._vitals.forget_steps()
 
@@ -237,6 +243,7 @@ class Scheduler:
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
+        swap_out, swap_in = self._host.take_copies()
         return assemble(
             self._slots,
             decode,
@@ -247,6 +254,8 @@ class Scheduler:
             admits=admits,
             admitted=admitted,
             preempted=preempted,
+            swap_out=swap_out,
+            swap_in=swap_in,
             waiting=waiting,
             guard=changes,
             budget=budget,
@@ -274,8 +283,13 @@ class Scheduler:
             self._preempt(victim, f"slot {slot} needed its pages", now)
 
     def _preempt(self, slot: int, reason: str, now: float | None = None) -> None:
-        """Back to the queue, tokens kept; its KV is computed again, or found, when it returns."""
+        """Back to the queue, tokens kept; when it returns, its KV is found, fetched or computed
+        again. now None: the KV is lost, so there is nothing to fetch."""
         sequence = self._slots.sequence_N[slot]
+        if now is not None:
+            computed = int(self._slots.computed_N[slot])
+            pages = self._slots.pages(slot)[: self.limits.pages_for(computed)]
+            reason += self._host.keep(sequence, computed, pages, self._budget.recompute_s(computed))
         self._vacate(sequence)
         sequence.must_pass = len(sequence.tokens)
         sequence.num_preemptions += 1
@@ -340,6 +354,7 @@ class Scheduler:
             return admission
         self._requests.dequeue(sequence)
         self._stops.admit(sequence)
+        self._host.fetch(sequence, admission.swap_in)
         known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
         if not sequence.num_preemptions:
             verb = "admitted"
@@ -487,6 +502,7 @@ class Scheduler:
             self._vacate(sequence)
         elif sequence in self._queue:
             self._requests.dequeue(sequence)
+        self._host.drop(sequence)
         sequence.finish = reason
         sequence.stop_reason = stop_reason
         self._requests.close(sequence)
@@ -502,5 +518,6 @@ class Scheduler:
         running = self._slots.running()
         self._requests.check_invariants(running)
         self._stops.check_invariants(running)
+        self._host.check_invariants(list(self._queue), running)
         if not self._requests:
             assert self._pool.num_available == self._pool.capacity, "pages leaked"

@@ -61,7 +61,7 @@ class Shadow:
         if policy == config.policy:
             raise ValueError(f"--shadow_policy={policy}: that is what serves already; try another")
         self._limits = dataclasses.replace(
-            limits, vocab_size=VOCAB_SIZE, eos_ids=(), prefix_caching=False
+            limits, vocab_size=VOCAB_SIZE, eos_ids=(), prefix_caching=False, host_pages=0
         )
         self._configs = {
             name: dataclasses.replace(config, policy=name) for name in (config.policy, policy)
