@@ -453,7 +453,8 @@ class Scheduler:
             sequences = [sequences[row] for row in rows.tolist()]
         for sequence, token in zip(sequences, tokens):
             sequence.tokens.append(token)
-        ends = self._ends(sequences, tokens, known_S >= slots.max_total_N[slot_S], token_S)
+        full_S = known_S >= slots.max_total_N[slot_S]
+        ends = self._stops.find_ends(sequences, token_S, tokens, full_S)
         if self._on_paper:
             last = [TokenEvent(sequences[at], tokens[at]) for at in ends]
             events += last
@@ -464,17 +465,6 @@ class Scheduler:
             for at in slots.scores_N[slot_S].nonzero()[0].tolist():
                 attach_logprobs(events[first + at], result, rows[at])
         return [(events[first + at], end) for at, end in ends.items()]
-
-    def _ends(self, sequences, tokens, full_S, token_S) -> dict:
-        """Which of these rows have ended with this token: index -> (reason, stop id)."""
-        ends = {}
-        for at in (full_S | self._stops.suspects(token_S)).nonzero()[0].tolist():
-            if self._stops.ends(sequences[at], tokens[at]):
-                # An end token at the very last place is still the model's own end.
-                ends[at] = (FinishReason.STOP, tokens[at])
-            elif full_S[at]:
-                ends[at] = (FinishReason.LENGTH, None)
-        return ends
 
     def _end_if_scored(self, sequence: Sequence, events: list[TokenEvent]) -> None:
         """A request for no tokens ends when its prompt is computed."""
