@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+POLICIES = ("fcfs", "priority", "deadline", "vtc")  # of scheduling, by name
+
 
 def setting(default, help, **metadata):
     """A dataclass field with its help text; choices=(...) restricts it."""
@@ -18,7 +20,7 @@ def _check_choices(config):
     for field in dataclasses.fields(config):
         choices = field.metadata.get("choices")
         value = getattr(config, field.name)
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             raise ValueError(
                 f"--{field.name}={value}: choose one of {', '.join(map(str, choices))}"
             )
@@ -63,6 +65,12 @@ class EngineConfig:
     kv_memory_gib: float | None = setting(
         None, "Bound on KV memory; default: 1 on a CPU, 0.9 of what weights leave free elsewhere."
     )
+    host_kv_gib: float = setting(
+        0.0,
+        "Host memory for the KV of sequences that lose their place; used when fetching it back is "
+        "quicker than computing it again.",
+    )
+    host_kv_gib_per_s: float = setting(8.0, "How fast KV travels between device and host.")
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     batching: str = setting(
         "continuous",
@@ -87,7 +95,7 @@ class EngineConfig:
         _check_choices(self)
         _check_at_least(
             self, num_slots=1, token_budget=1, page_size=1, num_pages=2, max_model_len=2,
-            max_queued=1, max_queued_tokens=1,
+            max_queued=1, max_queued_tokens=1, host_kv_gib=0, host_kv_gib_per_s=1e-3,
         )  # fmt: skip
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"--page_size={self.page_size}: must be a power of two")
@@ -106,7 +114,7 @@ class SchedulerConfig:
         "fcfs",
         "Who goes first. fcfs: by arrival; priority: lower values; deadline: the earliest; "
         "vtc: the tenant that has had the least.",
-        choices=("fcfs", "priority", "deadline", "vtc"),
+        choices=POLICIES,
     )
     prefill_sharing: bool = setting(
         True, "Share a step's prefill tokens: half for the oldest prompt, half for the shortest."
@@ -170,6 +178,14 @@ class ServerConfig:
     )
     client_timeout_s: float = setting(
         60.0, "Longest silence of a client that sends a request or reads an answer."
+    )
+    shadow_policy: str | None = setting(
+        None,
+        "Policy to try on paper on the live arrivals; each minute told beside the one that serves.",
+        choices=POLICIES,
+    )
+    shadow_cost_model: str | None = setting(
+        None, "Its costs, a file by `calibrate`; default: fitted to the live steps."
     )
 
     def validate(self) -> None:

@@ -12,6 +12,7 @@ _TITLES = {
     "load": "Loading weights",
     "compile": "Compiling",
     "answer": "Answering",
+    "simulate": "Simulating",
 }
 _COUNTS_BYTES = {"download", "load"}
 

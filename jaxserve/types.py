@@ -228,6 +228,7 @@ class Sequence:
     __slots__ = (
         "request", "index", "serial", "tokens", "num_prompt", "max_total", "slot", "finish",
         "stop_reason", "num_cached", "num_scored", "num_preemptions", "must_pass", "page_chain",
+        "host_pages", "host_tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, max_total: int, serial: int = 0):
@@ -245,6 +246,8 @@ class Sequence:
         self.num_preemptions = 0
         self.must_pass = -1  # not preempted again before it has more tokens than this
         self.page_chain: list[bytes] = []  # digests of its full pages, as far as worked out
+        self.host_pages: list[int] = []  # while preempted: where the host keeps its KV, if it does
+        self.host_tokens = 0  # tokens whose KV that is
 
     @property
     def id(self) -> tuple[str, int]:

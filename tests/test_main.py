@@ -1,15 +1,18 @@
 """The command line: flags from fields, presets, and errors in one line."""
 
 import dataclasses
+import gc
 import pathlib
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 
-from jaxserve import main
+from jaxserve import main, verbs
 from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.progress import Progress
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 
@@ -87,3 +90,15 @@ def test_help_does_not_load_jax():
     code = "from jaxserve import main, sys; main.main(['--help']); assert 'jax' not in sys.modules"
     code = f"import sys; sys.argv=['jaxserve']; {code.replace('main, sys', 'main')}"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_ready_server_is_not_searched_for_garbage(capsys):
+    engine = types.SimpleNamespace(
+        wait_until_ready=lambda: None, model_name="m", description="runs", memory_table="table"
+    )
+    try:
+        verbs._greet(engine, "http://here", Progress(), 0.0)
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+    assert "http://here/v1/chat/completions" in capsys.readouterr().out

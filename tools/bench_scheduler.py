@@ -50,14 +50,11 @@ def loaded_scheduler(args) -> Scheduler:
         scheduler.add(
             Request(f"r{number}", prompt, params, tenant=f"t{number % 8}", arrival=float(number))
         )
-    while scheduler.num_running < args.running or scheduler.plan(0.0) is not None:
+    while True:
         plan = scheduler.plan(0.0)
-        if plan is None:
-            break
         scheduler.absorb(plan, tokens_of(plan, draw), 0.0)
         if plan.num_decode == args.running:
-            break
-    return scheduler
+            return scheduler
 
 
 def tokens_of(plan, draw) -> StepResult:
@@ -80,6 +77,7 @@ def measure(scheduler: Scheduler, steps: int):
         plans.append(middle - start)
         absorbs.append(end - resumed)
         previous = plan
+    scheduler.absorb(previous, tokens_of(previous, draw), steps * STEP_S)
     return plans, absorbs
 
 

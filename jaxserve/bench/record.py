@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import os
 import pathlib
-import platform
 from collections.abc import Sequence
 
 import orjson
 
 from jaxserve.bench.metrics import Record, median_of
+from jaxserve.obs import manifest
 
-_PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy", "flax")
 _ENERGY = pathlib.Path("/sys/class/powercap/intel-rapl:0/energy_uj")
-_ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 
 def document(kind: str, label: str, runs: Sequence[dict], **facts) -> dict:
@@ -26,8 +23,9 @@ def document(kind: str, label: str, runs: Sequence[dict], **facts) -> dict:
         "kind": kind,
         "label": label,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
+        # The load of others makes figures rough.
+        "machine": manifest.machine() | {"load_1min": round(os.getloadavg()[0], 2)},
+        "versions": manifest.versions(),
         **facts,
         "median": median_of(runs),
         "runs": list(runs),
@@ -64,39 +62,6 @@ def request_rows(records: Sequence[Record]) -> dict[str, list]:
         "output_tokens": [r.output_tokens for r in good],
         "gaps": [round(gap, 6) for r in good for gap in r.gaps],
     }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> dict:
-    """Processor, cores this process may use, memory; load of others makes figures rough."""
-    info = _cpuinfo()
-    flags = info.get("flags", "").split()
-    return {
-        "cpu": info.get("model name", platform.processor()),
-        "isa": [flag for flag in _ISA_FLAGS if flag in flags],
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()}",
-        "load_1min": round(os.getloadavg()[0], 2),
-    }
-
-
-def _cpuinfo() -> dict[str, str]:
-    path = pathlib.Path("/proc/cpuinfo")
-    lines = path.read_text().split("\n\n")[0].splitlines() if path.exists() else []
-    pairs = (line.partition(":") for line in lines)
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def joules() -> float | None:

@@ -76,21 +76,28 @@ class PagePool:
         """
         if not pages:
             return
-        left = self.references_G[pages] - 1
+        index = np.array(pages)
+        left = self.references_G[index] - 1
         assert left.min() >= 0, f"released more often than held: {pages}"
-        self.references_G[pages] = left
-        for page, references in zip(reversed(pages), left[::-1].tolist()):
-            if references:
-                continue
+        self.references_G[index] = left
+        unheld = pages[::-1]
+        if left.any():
+            unheld = [
+                page for page, references in zip(unheld, left[::-1].tolist()) if not references
+            ]
+        if not self._kept:
+            self._free += unheld
+            return
+        for page in unheld:
             if page in self._kept:
                 self._idle[page] = None
             else:
                 self._free.append(page)
 
-    def keep(self, page: int) -> None:
-        """The page's content is final and worth keeping: it becomes idle instead of free."""
-        assert self.references_G[page] > 0, f"page {page} is nobody's"
-        self._kept.add(page)
+    def keep(self, pages: list[int]) -> None:
+        """The pages' contents are final and worth keeping: they become idle instead of free."""
+        assert self.references_G[pages].all(), f"of pages {pages} some are nobody's"
+        self._kept.update(pages)
 
     def forget_all(self) -> None:
         """Nothing is worth keeping any more (the pages' contents are lost)."""

@@ -13,8 +13,8 @@ recomputes at least its last token, which lies in a page of its own.
 
 from __future__ import annotations
 
-import array
 import hashlib
+import struct
 from collections.abc import Sequence as SequenceOf
 
 from jaxserve.cache.page_pool import PagePool
@@ -31,6 +31,7 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._key = key
+        self._pack = struct.Struct(f"{page_size}i").pack
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         pool.on_evict = self._forget
@@ -50,7 +51,7 @@ class PrefixCache:
             chain.append(root.digest())
         digest, size = chain[-1], self._page_size
         for first in range((len(chain) - 1) * size, num_pages * size, size):
-            page = array.array("i", tokens[first : first + size]).tobytes()
+            page = self._pack(*tokens[first : first + size])
             digest = hashlib.blake2b(digest + page, digest_size=DIGEST_BYTES).digest()
             chain.append(digest)
 
@@ -74,12 +75,14 @@ class PrefixCache:
     def publish(self, digests: list[bytes], pages: list[int]) -> None:
         """From now on the pages are what the digests name. The first page of a digest stays; a
         second one with the same content is its owner's alone and becomes free with it."""
+        kept = []
         for digest, page in zip(digests, pages):
             if digest not in self._page_of:
                 assert page not in self._digest_of, f"page {page} was full before"
                 self._page_of[digest] = page
                 self._digest_of[page] = digest
-                self._pool.keep(page)
+                kept.append(page)
+        self._pool.keep(kept)
 
     def clear(self) -> None:
         """The KV pool is lost: nothing published is true any more."""

@@ -84,6 +84,7 @@ class AsyncEngine:
         memory_table=None,
         description: str = "",
         warm_up: Callable[[], None] = lambda: None,
+        manifest: dict | None = None,
     ):
         """warm_up runs first on the engine thread; until it is done the state is "starting" and
         requests wait."""
@@ -95,6 +96,7 @@ class AsyncEngine:
         self.vocab_size = tokenizer.vocab_size
         self.memory_table = memory_table
         self.description = description
+        self.manifest = manifest or {}
         self._warm_up = warm_up
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -129,6 +131,7 @@ class AsyncEngine:
             memory_table=parts.memory_table,
             description=parts.description,
             warm_up=parts.warm_up,
+            manifest=parts.manifest,
         )
 
     def wait_until_ready(self) -> None:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxserve.engine import pack
+from jaxserve.engine.host_kv import HostKV
 from jaxserve.engine.state import DeviceState, StepOutputs, init_state, row_settings, set_row
 from jaxserve.engine.step import StepSpec, device_step
 from jaxserve.engine.wire import Wire
@@ -35,6 +36,7 @@ class RunnerShape:
     num_pages: int
     kv_spec: attention.KVSpec
     deterministic: bool = False
+    host_pages: int = 0  # pages of host memory for the KV of preempted sequences
 
     @property
     def max_pages(self) -> int:
@@ -109,6 +111,7 @@ class Runner:
         self.programs: dict[tuple[int, bool], Program] = {}
         self.compile_seconds: dict[str, float] = {}
         self.state: DeviceState | None = None
+        self._host_kv: HostKV | None = None
         self._set_row: jax.stages.Compiled | None = None
         self._warm_count: int | None = None
         self.reset()
@@ -135,6 +138,8 @@ class Runner:
         """
         specs = [(t, sampled) for t in self.shape.buckets for sampled in (False, True)]
         jobs = {"set_row": self._compile_set_row}
+        if self.shape.host_pages:
+            jobs["copies to and from the host"] = self._compile_host_copies
         for bucket_T, sampled in specs:
             name = f"step T={bucket_T} {'sampled' if sampled else 'greedy'}"
             jobs[name] = functools.partial(self._compile_step, bucket_T, sampled)
@@ -163,6 +168,9 @@ class Runner:
         specs = _shapes((self.params, self.state, wire.pack(inputs), allowed_SW))
         compiled = jax.jit(step, donate_argnums=1).lower(*specs).compile()
         self.programs[bucket_T, sampled] = Program(wire, compiled)
+
+    def _compile_host_copies(self) -> None:
+        self._host_kv = HostKV(self.state.kv_pages, self.shape.host_pages)
 
     def _compile_set_row(self) -> None:
         row = row_settings((), SamplingParams(), (), self.shape.max_model_len, self.spec.num_tokens)
@@ -194,6 +202,7 @@ class Runner:
         take next; called when there are such rows. Any exception here or in fetch means that the
         donated state may be gone: call reset().
         """
+        self._copy_pages(plan)
         for slot, sequence in plan.admits:
             self._admit(slot, sequence)
         bucket_T = next(t for t in self.shape.buckets if t >= plan.num_tokens)
@@ -203,6 +212,14 @@ class Runner:
         vector = program.wire.pack(inputs)
         self.state, outputs = program.compiled(self.params, self.state, vector, allowed_SW)
         return self._send_back(plan, inputs.sampling, outputs)
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        """KV of preempted sequences to the host, then that of returning ones back."""
+        if plan.swap_out:
+            self._host_kv.keep(self.state.kv_pages, plan.swap_out)
+        if plan.swap_in:
+            restored = self._host_kv.restore(self.state.kv_pages, plan.swap_in)
+            self.state = self.state.replace(kv_pages=restored)
 
     def _masks(self, plan: StepPlan, inputs, fill_masks):
         """allowed_SW of the step; without grammars one that lies on the device already."""

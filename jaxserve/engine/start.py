@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import pathlib
 import platform
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from jaxserve.engine.output import OutputStage
 from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
 from jaxserve.models.sources import default_cache_dir
+from jaxserve.obs import manifest
 from jaxserve.obs.decision_log import RecordingScheduler
 from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
@@ -42,6 +42,7 @@ class Engine:
     memory_table: memory.MemoryTable
     description: str  # one line: what it runs with
     warm_up: Callable[[], None]  # compiles the programs; the first step needs them
+    manifest: dict  # versions, content hashes, settings, hardware: see obs.manifest
 
     @property
     def model_name(self) -> str:
@@ -93,6 +94,14 @@ def build(
     pages = memory.count_pages(config, page_bytes, free, device.platform)
     config = dataclasses.replace(config, num_pages=pages)
 
+    num_tokens = min(loaded.config.vocab_size, text.vocab_size)
+    scheduler = Scheduler.from_config(
+        config,
+        scheduling,
+        eos_ids=loaded.eos_ids,
+        vocab_size=num_tokens,
+        page_bytes=page_bytes,
+    )
     shape = RunnerShape(
         num_slots=config.num_slots,
         token_budget=config.token_budget,
@@ -100,16 +109,28 @@ def build(
         num_pages=pages,
         kv_spec=spec,
         deterministic=config.deterministic,
+        host_pages=scheduler.limits.host_pages,
     )
-    num_tokens = min(loaded.config.vocab_size, text.vocab_size)
     step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
     runner = Runner(step, loaded.params, shape, loaded.eos_ids)
-    scheduler = Scheduler.from_config(
-        config, scheduling, eos_ids=loaded.eos_ids, vocab_size=num_tokens
+    made_of = manifest.manifest(
+        config,
+        scheduler.config,
+        model=loaded.name,
+        weights={
+            "sha256_of_samples": loaded.fingerprint,
+            "dtype": loaded.weight_dtype,
+            "bytes": loaded.weight_bytes,
+        },
+        tokenizer=text.fingerprint(),
+        devices={
+            "platform": device.platform,
+            "device": device.device_kind,
+            "devices": jax.device_count(),
+        },
     )
     if config.decision_log is not None:
-        log = pathlib.Path(config.decision_log)
-        scheduler = RecordingScheduler(scheduler, log, _manifest(config, loaded, device))
+        scheduler = RecordingScheduler(scheduler, pathlib.Path(config.decision_log), made_of)
     output = OutputStage(text, loaded.config.vocab_size)
     core = EngineCore(scheduler, runner, output, clock, pipelined=config.pipelined)
     table = memory.MemoryTable(loaded.weight_bytes, pages * page_bytes, memory.free_bytes(device))
@@ -121,19 +142,8 @@ def build(
         memory_table=table,
         description=_describe(config, loaded, backend, device),
         warm_up=lambda: runner.compile(_part(progress, "compile")),
+        manifest=made_of,
     )
-
-
-def _manifest(config: EngineConfig, loaded, device) -> dict:
-    """What a run was made of, for the head of its decision log."""
-    packages = ("jaxserve", "jax", "jaxlib", "numpy")
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "model": loaded.name,
-        "weights": loaded.fingerprint,
-        "device": device.device_kind,
-        "config": dataclasses.asdict(config),
-    }
 
 
 def _part(progress, name):

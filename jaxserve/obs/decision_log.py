@@ -165,7 +165,7 @@ def plan_record(plan: StepPlan) -> dict:
     check = 0
     for array in arrays:
         check = zlib.crc32(np.ascontiguousarray(array), check)
-    return {
+    record = {
         "step": plan.step,
         "num_decode": plan.num_decode,
         "slot": plan.slot_S,
@@ -179,6 +179,9 @@ def plan_record(plan: StepPlan) -> dict:
         "budget": plan.budget,
         "check": check,
     }
+    if plan.swap_out or plan.swap_in:
+        record["swap_out"], record["swap_in"] = plan.swap_out, plan.swap_in
+    return record
 
 
 def _decisions(decisions: tuple[Decision, ...]) -> list:

@@ -168,14 +168,16 @@ class _Story:
         )
 
     def _wait(self, plan: dict) -> None:
-        """Why those that are queued did not run in this step: the head's reason is everybody's."""
-        for request_id, _index, reason in plan["waiting"]:
-            for choice in self.choices.values():
-                if choice.slot is None and not choice.ended:
-                    mine = request_id == self.request_id
-                    # Numbers change from step to step; the kind of reason does not.
-                    kind = "too few pages were free" if reason.startswith("needs") else reason
-                    choice.reasons[kind if mine else f"{request_id} was ahead: {kind}"] += 1
+        """Why those that are queued did not run in this step. The plan gives the reasons of those
+        at the head of the queue; for everybody else it is that the last of these is ahead."""
+        if not plan["waiting"]:
+            return
+        reasons = {(request_id, index): reason for request_id, index, reason in plan["waiting"]}
+        last_id, _, last = plan["waiting"][-1]
+        for index, choice in self.choices.items():
+            if choice.slot is None and not choice.ended:
+                own = reasons.get((self.request_id, index))
+                choice.reasons[_kind(own) if own else f"{last_id} was ahead: {_kind(last)}"] += 1
 
     def _rows(self, now: float, plan: dict) -> None:
         mine = {c.slot: i for i, c in self.choices.items() if c.slot is not None and not c.ended}
@@ -197,6 +199,11 @@ class _Story:
             rows.append((index, end >= len(self.request["prompt_ids"])))
         if rows:
             self.planned[plan["step"]] = rows
+
+
+def _kind(reason: str) -> str:
+    """A reason without the numbers that change from step to step."""
+    return "too few pages were free" if reason.startswith("needs") else reason
 
 
 def _join(chunks: list[int]) -> str:

@@ -8,7 +8,7 @@ steps by the engine through the observer hook on_step. Labels come from fixed se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import prometheus_client as prom
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
@@ -40,6 +40,7 @@ _COUNTERS = {
     "requests": ("requests", "Requests accepted.", None),
     "refusals": ("engine_refusals", "Requests the engine refused.", None),
     "preemptions": ("preemptions", "Sequences put back into the queue.", "num_preemptions"),
+    "host_pages_kept": ("host_kv_pages", "KV pages that were copied to the host.", None),
     "prefix_query_tokens": ("prompt_tokens", "Prompt tokens admitted.", "prompt_tokens"),
     "prefix_hit_tokens": ("prefix_cache_hits", "Of those, cached.", "prefix_cache_hits"),
     "computed_tokens": ("computed_tokens", "Tokens computed, recomputation included.", None),
@@ -56,11 +57,13 @@ class Metrics:
     """All series of one engine. Thread-safe; give it to the engine as an observer.
 
     stats: returns the engine's statistics; attributes that it lacks leave their series out.
+    shadow: what another policy would have done (sim.shadow), if that is being tried.
     """
 
-    def __init__(self, stats: Callable[[], object], model_name: str):
+    def __init__(self, stats: Callable[[], object], model_name: str, shadow=None):
         self._stats = stats
         self._model = model_name
+        self._shadow = shadow
         self.ttft = _histogram(
             "time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS
         )
@@ -128,6 +131,25 @@ class Metrics:
                 yield self._alias(family)
         for metric in (self.step_time, self.step_tokens, self.refused, self.responses):
             yield from metric.collect()
+        if self._shadow is not None:
+            yield from self._shadow_families(self._shadow.latest)
+
+    def _shadow_families(self, reports: Mapping[str, Mapping]) -> Iterator[Metric]:
+        """Of each policy's simulation: quantiles of its times, and its throughput."""
+        for name, key, help in (
+            ("shadow_ttft_seconds", "ttft_s", "Arrival to first token, on paper."),
+            ("shadow_itl_seconds", "itl_s", "Gap between tokens, on paper."),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, help, labels=["policy", "quantile"])
+            for policy, summary in reports.items():
+                for quantile, seconds in summary["groups"]["all"][key].items():
+                    family.add_metric([policy, quantile], seconds)
+            yield family
+        help = "Tokens generated, on paper."
+        family = GaugeMetricFamily(PREFIX + "shadow_tokens_per_second", help, labels=["policy"])
+        for policy, summary in reports.items():
+            family.add_metric([policy], summary["output_tokens_per_s"])
+        yield family
 
     def _engine_families(self) -> Iterator[Metric]:
         stats = self._stats()

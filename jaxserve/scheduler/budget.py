@@ -16,19 +16,20 @@ def share_prefill(pending_S: np.ndarray, budget: int) -> np.ndarray:
     remainders first: a short prompt is through in a step or two however long its neighbours are.
     What one half leaves over, the other takes.
     """
-    chunk_S = np.zeros_like(pending_S)
-    if not len(pending_S) or budget <= 0:
-        return chunk_S
-    left = budget
-    chunk_S[0] = min(pending_S[0], -(-budget // 2))
-    left -= chunk_S[0]
-    for row in np.argsort(pending_S[1:], kind="stable") + 1:
+    if budget <= 0 or not len(pending_S):
+        return np.zeros_like(pending_S)
+    if pending_S.sum() <= budget:
+        return pending_S.copy()
+    pending = pending_S.tolist()
+    chunks = [min(pending[0], -(-budget // 2))] + [0] * (len(pending) - 1)
+    left = budget - chunks[0]
+    for row in sorted(range(1, len(pending)), key=pending.__getitem__):
         if not left:
             break
-        chunk_S[row] = min(pending_S[row], left)
-        left -= chunk_S[row]
-    chunk_S[0] += min(pending_S[0] - chunk_S[0], left)
-    return chunk_S
+        chunks[row] = min(pending[row], left)
+        left -= chunks[row]
+    chunks[0] += min(pending[0] - chunks[0], left)
+    return np.array(chunks, pending_S.dtype)
 
 
 def oldest_first(pending_S: np.ndarray, budget: int) -> np.ndarray:
@@ -47,11 +48,14 @@ class ChunkBudget:
     def __init__(self, most: int, target_s: float | None):
         self.most = most
         self.target_s = target_s
-        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens^2, tokens * seconds
+        # Sums of weights, tokens, seconds, tokens^2, tokens * seconds. Plain floats: five of them
+        # are no work for numpy.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._sums *= FORGETTING
-        self._sums += (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        weight, x, y, xx, xy = (FORGETTING * total for total in self._sums)
+        square, product = tokens * tokens, tokens * seconds
+        self._sums = (weight + 1.0, x + tokens, y + seconds, xx + square, xy + product)
 
     def predict(self, tokens: int) -> float | None:
         """Seconds of a step, None before there was one."""
@@ -59,6 +63,10 @@ class ChunkBudget:
             return None
         overhead, cost = self._fit()
         return overhead + tokens * cost
+
+    def recompute_s(self, tokens: int) -> float:
+        """Seconds that so many tokens add to the steps they are in; 0 before there was a step."""
+        return tokens * self._fit()[1] if self._sums[0] else 0.0
 
     def tokens(self, num_decode: int) -> int:
         """Tokens of a step that has num_decode decoding rows, those included."""

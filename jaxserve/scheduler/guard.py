@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxserve.config import SchedulerConfig
 
@@ -100,18 +100,21 @@ class Guard:
         """The actions' names; other threads may ask."""
         return tuple(sorted(action.value for action in self.actions))
 
+    def wants(self, action: Action) -> bool:
+        """Whether the action is in force. Asked several times a step, nearly always in vain."""
+        return bool(self.actions) and action in self.actions
+
     def is_due(self, now: float) -> bool:
         return bool(self.signs) and now >= self._next_look
 
-    def look(self, readings: Mapping[str, float], now: float) -> list[Change]:
-        """Takes readings by sign name; returns what changed."""
+    def look(self, readings: Mapping[str, Callable[[], float]], now: float) -> list[Change]:
+        """Takes the readings of the signs that are watched, by name; returns what changed."""
         self._next_look = now + INTERVAL_S
         changes = []
         for sign in self.signs:
-            if sign.look(readings[sign.name], now):
-                changes.append(
-                    Change(now, sign.name, sign.raised, readings[sign.name], sign.action)
-                )
+            reading = readings[sign.name]()
+            if sign.look(reading, now):
+                changes.append(Change(now, sign.name, sign.raised, reading, sign.action))
         raised = sum(sign.raised for sign in self.signs)
         changes += self._consider_static(raised, now)
         for change in changes:

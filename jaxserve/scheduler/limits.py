@@ -27,6 +27,8 @@ class Limits:
     batching: str = "continuous"
     max_queued: int = 1024  # requests
     max_queued_tokens: int = 4_000_000  # prompt tokens
+    host_pages: int = 0  # pages of host memory for the KV of preempted sequences
+    swap_s_per_page: float = 0.0  # seconds that a page takes there and back
 
     def __post_init__(self):
         assert self.num_slots >= 1 and self.num_pages >= 2 and self.page_size >= 1
@@ -34,10 +36,17 @@ class Limits:
         assert self.batching in ("continuous", "static")
 
     @classmethod
-    def of_engine(cls, engine: EngineConfig, eos_ids: Iterable[int], vocab_size: int) -> Limits:
-        """Of an engine whose num_pages and max_model_len are worked out."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"vocab_size", "eos_ids"}
+    def of_engine(
+        cls, engine: EngineConfig, eos_ids: Iterable[int], vocab_size: int, page_bytes: int = 0
+    ) -> Limits:
+        """Of an engine whose num_pages and max_model_len are worked out. page_bytes: size of a KV
+        page, needed when the host is to keep some."""
+        names = {field.name for field in dataclasses.fields(engine)}
+        names &= {field.name for field in dataclasses.fields(cls)}
         shared = {name: getattr(engine, name) for name in names}
+        if engine.host_kv_gib:
+            shared["host_pages"] = int(engine.host_kv_gib * 2**30 / page_bytes)
+            shared["swap_s_per_page"] = 2 * page_bytes / (engine.host_kv_gib_per_s * 2**30)
         return cls(vocab_size=vocab_size, eos_ids=tuple(sorted(eos_ids)), **shared)
 
     @property

@@ -29,7 +29,8 @@ class StepPlan:
     """S rows and T tokens for one step. Shapes by the dimension key; all int32 unless said.
 
     Row r computes tokens token_ids_T[cu_q_len_S1[r]:cu_q_len_S1[r+1]] at positions from start_S[r].
-    The arrays are fresh: nobody writes to them after plan() returns.
+    The arrays are fresh: nobody writes to them after plan() returns. On paper (in a simulation)
+    token_ids_T and page_table_SP are empty.
     """
 
     step: int
@@ -46,9 +47,13 @@ class StepPlan:
     admits: tuple[tuple[int, Sequence], ...] = ()  # (slot, sequence) newly given a slot
     admitted: tuple[Decision, ...] = ()
     preempted: tuple[Decision, ...] = ()
-    waiting: tuple[Decision, ...] = ()  # the head of the queue and why it did not run
+    waiting: tuple[Decision, ...] = ()  # the head of the queue and why it did not run; before it
+    # those that let it pass until their prefix is computed
     guard: tuple[str, ...] = ()  # signs raised and lowered since the last plan
     budget: int = 0  # tokens that the step might have had
+    # KV pages to copy before the step, all those out before those in:
+    swap_out: tuple[tuple[int, int], ...] = ()  # (page, host page)
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host page, page)
 
     @property
     def count_S(self) -> np.ndarray:
@@ -66,4 +71,4 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids_T)
+        return int(self.cu_q_len_S1[-1])

@@ -46,6 +46,11 @@ class Policy:
     standing: Callable[[Sequence], int] = no_standing
     fair: bool = False
 
+    @property
+    def evicts(self) -> bool:
+        """Whether one that waits may ever take the place of one that runs."""
+        return self.standing is not no_standing
+
 
 POLICIES = {
     "fcfs": Policy(by_arrival),

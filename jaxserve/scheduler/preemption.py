@@ -53,12 +53,14 @@ def choose_victim(slots: SlotArray, pool: PagePool, candidates: list[int]) -> in
     return best
 
 
-def victims_for(slots: SlotArray, pool: PagePool, candidates: list[int], needed: int) -> list[int]:
-    """Candidates to evict so that a slot and `needed` pages are there; none at all when even all of
+def victims_for(
+    slots: SlotArray, pool: PagePool, candidates: list[int], num_slots: int, num_pages: int
+) -> list[int]:
+    """Candidates to evict so that so many slots and pages are free; none at all when even all of
     them would not do."""
     candidates, victims = list(candidates), []
     available = pool.num_available
-    while available < needed or not (slots.num_free or victims):
+    while available < num_pages or slots.num_free + len(victims) < num_slots:
         victim = choose_victim(slots, pool, candidates)
         if victim is None:
             return []

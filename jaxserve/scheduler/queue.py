@@ -11,12 +11,16 @@ from jaxserve.types import Sequence
 
 
 class WaitingQueue:
-    """A heap by policy key. Leaving from the middle is lazy: a ghost stays until it surfaces."""
+    """A heap by policy key. Leaving from the middle is lazy: a ghost stays until it surfaces.
+
+    Some may be set aside for a while: they stay in the queue and the next one is served instead.
+    """
 
     def __init__(self, key: Callable[[Sequence], tuple]):
         self._key = key
         self._heap: list[tuple[tuple, int, Sequence]] = []  # (key, entry, sequence)
         self._waiting: dict[int, tuple[int, Sequence]] = {}  # serial -> (entry, sequence)
+        self._aside: list[tuple[tuple, int, Sequence]] = []  # entries out of the heap for a while
         self._entries = 0  # a preempted sequence enters again while its ghost may still be there
         self.num_tokens = 0
 
@@ -50,6 +54,16 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
+    def set_aside(self) -> None:
+        """Passes over the next to be served until bring_back()."""
+        self._aside.append(heapq.heappop(self._heap))
+
+    def bring_back(self) -> None:
+        """Those set aside take their places again."""
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
+
     def remove(self, sequence: Sequence) -> None:
         del self._waiting[sequence.serial]
         self.num_tokens -= len(sequence.tokens)
@@ -74,6 +88,7 @@ class FairQueue:
         self._ledger = ledger
         self._queues: dict[int, WaitingQueue] = {}  # by tenant number; never empty ones
         self._heap: list[tuple[float, int, int]] = []  # (service when pushed, tenant, entry)
+        self._aside: list[WaitingQueue] = []  # those that passed somebody over
         self._entry_of: dict[int, int] = {}  # tenant -> its valid entry; others are ghosts
         self._entries = 0
         self._length = 0
@@ -107,7 +122,8 @@ class FairQueue:
         self.num_tokens += len(sequence.tokens)
 
     def peek(self) -> Sequence | None:
-        """The first of the tenant with the smallest counter."""
+        """The first of the tenant with the smallest counter; None when all it has is set aside:
+        another tenant's turn has not come."""
         while self._heap:
             service, tenant, entry = self._heap[0]
             if self._entry_of.get(tenant) != entry:
@@ -117,6 +133,18 @@ class FairQueue:
             else:
                 return self._queues[tenant].peek()
         return None
+
+    def set_aside(self) -> None:
+        """Passes over the next to be served until bring_back()."""
+        queue = self._queues[self._heap[0][1]]  # peek() left its tenant on top
+        queue.set_aside()
+        self._aside.append(queue)
+
+    def bring_back(self) -> None:
+        """Those set aside take their places again."""
+        for queue in self._aside:
+            queue.bring_back()
+        self._aside.clear()
 
     def remove(self, sequence: Sequence) -> None:
         tenant = self._ledger.number(sequence.request.tenant)

@@ -21,11 +21,19 @@ def choose_rows(slots: SlotArray, page_size: int):
     runs_N = covered_N & (slots.tokens_N < slots.stop_at_N)
     decode = (runs_N & (pending_N == 1)).nonzero()[0]
     prefill = (runs_N & (pending_N > 1)).nonzero()[0]
-    return decode, prefill[np.argsort(slots.order_N[prefill], kind="stable")]
+    if len(prefill) > 1:
+        prefill = prefill[slots.order_N[prefill].argsort()]
+    return decode, prefill
 
 
 def assemble(
-    slots: SlotArray, decode: np.ndarray, prefill: np.ndarray, chunks: np.ndarray, **decisions
+    slots: SlotArray,
+    decode: np.ndarray,
+    prefill: np.ndarray,
+    chunks: np.ndarray,
+    *,
+    on_paper: bool = False,
+    **decisions,
 ) -> StepPlan:
     """The plan that computes one token of each decode slot and a chunk of each prefill slot.
 
@@ -34,23 +42,23 @@ def assemble(
     """
     num_decode = len(decode)
     row_S = np.concatenate([decode, prefill])
-    count_S = np.concatenate([np.ones(num_decode, np.int32), chunks])
     start_S = slots.planned_N[row_S]
     total_S = slots.tokens_N[row_S]
-    cu_q_len_S1 = np.zeros(len(row_S) + 1, np.int32)
-    np.cumsum(count_S, out=cu_q_len_S1[1:])
-    end_S = start_S + count_S
+    cu_q_len_S1 = np.arange(len(row_S) + 1, dtype=np.int32)
+    end_S = start_S + 1
+    if len(chunks):
+        cu_q_len_S1[num_decode + 1 :] = num_decode + chunks.cumsum()
+        end_S[num_decode:] += chunks - 1
     samples_S = (end_S == total_S) & (total_S < slots.max_total_N[row_S])
-
-    token_ids_T = np.empty(cu_q_len_S1[-1], np.int32)
-    in_flight = total_S[:num_decode] > slots.known_N[decode]
-    token_ids_T[:num_decode] = np.where(in_flight, ON_DEVICE, slots.last_token_N[decode])
-    for row in range(num_decode, len(row_S)):
-        tokens = slots.sequence_N[row_S[row]].tokens[start_S[row] : end_S[row]]
-        token_ids_T[cu_q_len_S1[row] : cu_q_len_S1[row + 1]] = tokens
-
+    if on_paper:
+        token_ids_T, page_table_SP = np.empty(0, np.int32), np.empty((len(row_S), 0), np.int32)
+    else:
+        token_ids_T = _token_ids(slots, row_S, num_decode, start_S, end_S, total_S)
+        page_table_SP = slots.page_table_NP[row_S, : slots.num_pages_N[row_S].max()]
     slots.planned_N[row_S] = end_S
     slots.tokens_N[row_S] = total_S + samples_S
+    slots.turn += 1
+    slots.served_N[prefill] = slots.turn
     return StepPlan(
         sequences=tuple(slots.sequence_N[row_S].tolist()),
         slot_S=row_S.astype(np.int32),
@@ -59,10 +67,23 @@ def assemble(
         cu_q_len_S1=cu_q_len_S1,
         samples_S=samples_S,
         token_ids_T=token_ids_T,
-        page_table_SP=slots.page_table_NP[row_S, : slots.num_pages_N[row_S].max()],
+        page_table_SP=page_table_SP,
         num_decode=num_decode,
         **decisions,
     )
+
+
+def _token_ids(slots: SlotArray, row_S, num_decode: int, start_S, end_S, total_S) -> np.ndarray:
+    """token_ids_T of rows that compute tokens [start_S, end_S)."""
+    decode = row_S[:num_decode]
+    known = slots.last_token_N[decode]
+    known[total_S[:num_decode] > slots.known_N[decode]] = ON_DEVICE
+    parts = [known]
+    spans = zip(row_S[num_decode:], start_S[num_decode:], end_S[num_decode:])
+    parts += [
+        np.array(slots.sequence_N[row].tokens[start:end], np.int32) for row, start, end in spans
+    ]
+    return np.concatenate(parts)
 
 
 def attach_logprobs(event: TokenEvent, result: StepResult, row: int) -> None:

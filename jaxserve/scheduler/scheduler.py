@@ -15,23 +15,24 @@ is planned and what is known, and a row's token may be ON_DEVICE.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import secrets
 from collections.abc import Iterable
 
 import numpy as np
 
 from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.scheduler.batch import ActiveBatch
+from jaxserve.scheduler.batch import ActiveBatch, Admission, Kept
 from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate
 from jaxserve.scheduler.guard import Action, Guard
+from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.policy import POLICIES
 from jaxserve.scheduler.preemption import choose_victim, evictable, victims_for
 from jaxserve.scheduler.queue import FairQueue, WaitingQueue
+from jaxserve.scheduler.requests import OpenRequests
 from jaxserve.scheduler.rows import assemble, attach_logprobs, attach_scores, choose_rows
 from jaxserve.scheduler.stats import Stats
 from jaxserve.scheduler.stops import StopRules
@@ -50,14 +51,22 @@ class Scheduler:
     """Owns the queue, the slots, the pages and the prefix cache. Single-threaded.
 
     cache_key: secret bytes for the prefix digests, drawn by the caller once a process.
+    on_paper: for a simulation. The same decisions, but plans come without token ids and page
+      tables, and absorb tells of ends only: nobody reads the rest, and it is half of the work.
     """
 
     def __init__(
-        self, limits: Limits, config: SchedulerConfig | None = None, *, cache_key: bytes = b""
+        self,
+        limits: Limits,
+        config: SchedulerConfig | None = None,
+        *,
+        cache_key: bytes = b"",
+        on_paper: bool = False,
     ):
         config = config or SchedulerConfig()
         self.limits = limits
         self.config = config
+        self._on_paper = on_paper
         self._policy = POLICIES[config.policy]
         self._stats = Stats(slots=limits.num_slots, pages_total=limits.num_pages - 1)
         self._ledger = ServiceLedger(config.vtc_input_weight, config.vtc_output_weight)
@@ -73,13 +82,10 @@ class Scheduler:
             self._queue = FairQueue(self._policy.key, self._ledger)
         else:
             self._queue = WaitingQueue(self._policy.key)
-        self._open: dict[str, list[Sequence]] = {}  # request id -> choices that have not ended
-        self._followers: dict[str, list[Sequence]] = {}  # choices 2..n, until the first's prompt
-        self._num_followers = 0
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap; outlives its requests
+        self._requests = OpenRequests(self._queue, self._ledger, self._gate)
         self._events: list[TokenEvent] = []  # ends decided outside absorb
         self._preempted: list[Decision] = []  # since the last plan
-        self._serial = 0
+        self._host = HostPages(limits.host_pages, limits.swap_s_per_page)
         self._stops = StopRules(limits.vocab_size, limits.eos_ids)
         self._vitals = Vitals()
 
@@ -91,13 +97,15 @@ class Scheduler:
         *,
         eos_ids: Iterable[int],
         vocab_size: int,
+        page_bytes: int = 0,
         cache_key: bytes | None = None,
     ) -> Scheduler:
-        """The scheduler of an engine whose num_pages and max_model_len are worked out.
+        """The scheduler of an engine whose num_pages and max_model_len are worked out, and whose KV
+        pages have page_bytes.
 
         cache_key None draws one. No plan depends on its value: only on which digests are equal.
         """
-        limits = Limits.of_engine(engine, eos_ids, vocab_size)
+        limits = Limits.of_engine(engine, eos_ids, vocab_size, page_bytes)
         key = secrets.token_bytes(32) if cache_key is None else cache_key
         return cls(limits, config, cache_key=key)
 
@@ -109,12 +117,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + self._num_followers
+        return self._requests.num_waiting
 
     @property
     def has_work(self) -> bool:
         """Whether calling plan or take_events is of any use."""
-        return bool(self._open or self._events)
+        return bool(self._requests or self._events)
 
     def stats(self) -> Stats:
         """A copy; other threads may ask for it."""
@@ -128,6 +136,7 @@ class Scheduler:
             fairness_gap=self._ledger.gap(),
             guard_actions=self._guard.in_force,
             guard_changes=self._guard.num_changes,
+            host_pages_kept=self._host.num_kept,
         )
 
     def predict(self, plan: StepPlan) -> float | None:
@@ -145,23 +154,10 @@ class Scheduler:
             self._stats.refusals += 1
             raise
         self._stats.requests += 1
-        total = self.limits.max_total(request)
-        choices = []
-        for index in range(request.params.n):
-            choices.append(Sequence(request, index, total, self._serial))
-            self._serial += 1
-        self._open[request.id] = choices
-        self._gate.opened(request)
-        self._ledger.opened(self._ledger.number(request.tenant), len(choices))
-        self._enqueue(choices[0])
-        if len(choices) > 1:
-            self._followers[request.id] = choices[1:]
-            self._num_followers += len(choices) - 1
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, choices[0].serial, request))
+        self._requests.add(request, self.limits.max_total(request))
 
     def _check(self, request: Request) -> None:
-        if request.id in self._open:
+        if request.id in self._requests:
             raise RequestRefused(f"request id {request.id!r} is in use", param="request_id")
         self.limits.check(request)
         self._gate.check(request, self.num_waiting, self._queue.num_tokens)
@@ -174,11 +170,9 @@ class Scheduler:
 
     def _is_shed(self, request: Request) -> bool:
         """Whether the guard turns this arrival away."""
-        if Action.SHED_GREEDIEST in self._guard.actions and self._ledger.is_greediest(
-            request.tenant
-        ):
+        if self._guard.wants(Action.SHED_GREEDIEST) and self._ledger.is_greediest(request.tenant):
             return True
-        if Action.SHED_LOWEST not in self._guard.actions:
+        if not self._guard.wants(Action.SHED_LOWEST):
             return False
         worst = max(map(self._policy.standing, self._queue), default=0)
         return self._policy.standing(Sequence(request, 0, 0)) >= worst
@@ -197,7 +191,7 @@ class Scheduler:
     def fail_all(self, error: Exception) -> list[TokenEvent]:
         """Ends everything, queued or running, with ERROR."""
         events = []
-        for request_id in list(self._open):
+        for request_id in self._requests.ids:
             events += self._end_all(request_id, FinishReason.ERROR, error)
         self._forget_pool()
         return events
@@ -219,6 +213,7 @@ class Scheduler:
         self._forget_pool()
 
     def _forget_pool(self) -> None:
+        self._host.forget(self._queue)
         self._batch.cache.clear()
         self._vitals.forget_steps()
 
@@ -241,30 +236,34 @@ class Scheduler:
         if not len(decode) and not len(prefill):
             return None
         budget = self._tokens_of_step(len(decode))
-        chunks = self._share(self._slots.pending(prefill), budget - len(decode))
+        chunks = self._slots.pending(prefill)
+        if len(prefill):
+            chunks = self._share(chunks, budget - len(decode))
+            prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
+        swap_out, swap_in = self._host.take_copies()
         return assemble(
             self._slots,
             decode,
-            prefill[chunks > 0],
-            chunks[chunks > 0],
+            prefill,
+            chunks,
+            on_paper=self._on_paper,
             step=self._stats.steps,
             admits=admits,
             admitted=admitted,
             preempted=preempted,
+            swap_out=swap_out,
+            swap_in=swap_in,
             waiting=waiting,
             guard=changes,
             budget=budget,
         )
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            choices = self._open.get(request.id)
-            if choices and choices[0].request is request:  # an id may be in use again
-                self._events += self._end_all(request.id, FinishReason.TIMEOUT)
+        for request_id in self._requests.take_expired(now):
+            self._events += self._end_all(request_id, FinishReason.TIMEOUT)
 
     def _in_policy_order(self, slots: list[int]) -> list[int]:
         return sorted(slots, key=lambda slot: self._policy.key(self._slots.sequence_N[slot]))
@@ -284,38 +283,54 @@ class Scheduler:
             self._preempt(victim, f"slot {slot} needed its pages", now)
 
     def _preempt(self, slot: int, reason: str, now: float | None = None) -> None:
-        """Back to the queue, tokens kept; its KV is computed again, or found, when it returns."""
+        """Back to the queue, tokens kept; when it returns, its KV is found, fetched or computed
+        again. now None: the KV is lost, so there is nothing to fetch."""
         sequence = self._slots.sequence_N[slot]
+        if now is not None:
+            computed = int(self._slots.computed_N[slot])
+            pages = self._slots.pages(slot)[: self.limits.pages_for(computed)]
+            reason += self._host.keep(sequence, computed, pages, self._budget.recompute_s(computed))
         self._vacate(sequence)
         sequence.must_pass = len(sequence.tokens)
         sequence.num_preemptions += 1
         self._stats.preemptions += 1
         if now is not None:
             self._vitals.preempted(now)
-        self._enqueue(sequence)
+        self._requests.enqueue(sequence)
         self._preempted.append(Decision(sequence.id, reason))
 
     def _admit(self, now: float):
         """Fills free slots from the queue, in the policy's order, while pages last.
 
-        Nobody overtakes the head of the queue: a large request that waits for pages gets them.
+        Nobody overtakes the head of the queue: a large request that waits for pages gets them. One
+        that waits for a running sequence to compute their common prefix lets others pass, but its
+        slot and pages are kept for it.
         Returns the plan's (admits, admitted, waiting).
         """
-        admits, admitted = [], []
-        head = self._queue.peek()
-        if head is None:
-            return (), (), ()
-        why_not = self._why_closed()
-        while head is not None and why_not is None:
-            why_not = self._admit_one(head, admits, admitted)
-            if why_not is not None and self._make_room(head, now):
-                why_not = self._admit_one(head, admits, admitted)
-            if why_not is None:
-                head = self._queue.peek()
+        head, closed = self._queue.peek(), self._why_closed()
+        if head is None or closed is not None:
+            return (), (), () if head is None else (Decision(head.id, closed),)
+        admits, admitted, waiting, kept = [], [], [], Kept()
+        while head is not None and kept.slots < self.limits.num_slots:
+            admission = self._admit_one(head, kept, admits, admitted)
+            if admission.slot is None and not admission.waits and self._make_room(head, kept, now):
+                admission = self._admit_one(head, kept, admits, admitted)
+            if admission.slot is None:
+                waiting.append(Decision(head.id, admission.why_not))
+                if not admission.waits:
+                    break
+                kept.add(admission)
+                self._queue.set_aside()
+            head = self._queue.peek()
+        self._queue.bring_back()
         if admits:
             self._gate.drained(len(admits), now)
-        waiting = () if head is None else (Decision(head.id, why_not),)
-        return tuple(admits), tuple(admitted), waiting
+        return tuple(admits), tuple(admitted), tuple(waiting)
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether a batch is admitted at once and nobody joins it later."""
+        return self.limits.batching == "static" or self._guard.wants(Action.STATIC_BATCHING)
 
     def _why_closed(self) -> str | None:
         """Why nobody at all is admitted now."""
@@ -323,21 +338,23 @@ class Scheduler:
             return None
         if self.limits.batching == "static":
             return "the static batch is still running"
-        if Action.STATIC_BATCHING in self._guard.actions:
+        if self._guard.wants(Action.STATIC_BATCHING):
             return "the guard fell back to static batching"
-        if Action.PAUSE_ADMISSION in self._guard.actions:
+        if self._guard.wants(Action.PAUSE_ADMISSION):
             return "the guard paused admission"
         return None
 
-    def _admit_one(self, sequence: Sequence, admits: list, admitted: list) -> str | None:
-        """Gives the head of the queue a slot and pages. Returns why not."""
+    def _admit_one(self, sequence: Sequence, kept: Kept, admits: list, admitted: list) -> Admission:
+        """Gives the head of the queue a slot and pages, if it can have them."""
         tenant = self._ledger.number(sequence.request.tenant)
         standing = self._policy.standing(sequence)
-        admission = self._batch.admit(sequence, self._spare_pages(), tenant, standing)
+        spare, may_wait = self._spare_pages(), not self._is_static
+        admission = self._batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
         if admission.slot is None:
-            return admission.why_not
-        self._dequeue(sequence)
+            return admission
+        self._requests.dequeue(sequence)
         self._stops.admit(sequence)
+        self._host.fetch(sequence, admission.swap_in)
         known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
         if not sequence.num_preemptions:
             verb = "admitted"
@@ -347,45 +364,49 @@ class Scheduler:
             self._ledger.charge_input(tenant, known - cached)
         admits.append((admission.slot, sequence))
         admitted.append(Decision(sequence.id, f"{verb}, {cached} of {known} tokens cached"))
-        return None
+        return admission
 
     def _spare_pages(self) -> int:
         """Pages an admission leaves free: one for each running row to grow into, lest it end in a
         preemption. With nothing running, all may go."""
         running = self._slots.num_running
-        if running and Action.SPARE_PAGES in self._guard.actions:
+        if running and self._guard.wants(Action.SPARE_PAGES):
             return max(running, self._pool.capacity // 10)
         return running
 
-    def _make_room(self, head: Sequence, now: float) -> bool:
+    def _make_room(self, head: Sequence, kept: Kept, now: float) -> bool:
         """Evicts running sequences of a higher standing for the head of the queue, if it helps."""
+        if not self._policy.evicts:
+            return False
         candidates = evictable(self._slots, self._policy, above=self._policy.standing(head))
         if not candidates:
             return False
-        needed = self.limits.pages_for(len(head.tokens)) + self._spare_pages()
-        victims = victims_for(self._slots, self._pool, candidates, needed)
+        pages = self.limits.pages_for(len(head.tokens)) + self._spare_pages() + kept.pages
+        victims = victims_for(self._slots, self._pool, candidates, kept.slots + 1, pages)
         for victim in victims:
             self._preempt(victim, f"{head.request.id} goes first", now)
         return bool(victims)
 
     def _tokens_of_step(self, num_decode: int) -> int:
         budget = self._budget.tokens(num_decode)
-        if Action.SMALLER_CHUNKS in self._guard.actions:
+        if self._guard.wants(Action.SMALLER_CHUNKS):
             budget = num_decode + -(-(budget - num_decode) // 2)
         return max(budget, min(num_decode + 1, self.limits.token_budget))
 
     def _watch_signs(self, now: float) -> tuple[str, ...]:
         if not self._guard.is_due(now):
             return ()
-        arrival = min((s.request.arrival for s in self._queue.entered_first()), default=now)
         readings = {
-            "queue_age_s": now - arrival,
-            "itl_p99_s": self._vitals.take_itl_p99(),
-            "fairness_gap": self._ledger.gap(),
-            "preemptions_per_min": self._vitals.preemptions_per_min(now),
-            "page_pressure": 1 - self._pool.num_available / self._pool.capacity,
+            "queue_age_s": lambda: now - self._oldest_arrival(now),
+            "itl_p99_s": self._vitals.take_itl_p99,
+            "fairness_gap": self._ledger.gap,
+            "preemptions_per_min": lambda: self._vitals.preemptions_per_min(now),
+            "page_pressure": lambda: 1 - self._pool.num_available / self._pool.capacity,
         }
         return tuple(map(str, self._guard.look(readings, now)))
+
+    def _oldest_arrival(self, now: float) -> float:
+        return min((s.request.arrival for s in self._queue.entered_first()), default=now)
 
     # Absorbing
 
@@ -397,52 +418,53 @@ class Scheduler:
         """
         self._budget.observe(plan.num_tokens, self._vitals.absorbed(plan, now))
         events = self.take_events()
-        live_S = self._slots.generation_N[plan.slot_S] == plan.generation_S
+        slot_S = plan.slot_S.astype(np.intp)  # numpy's own kind of index: three times as fast
+        live_S = self._slots.generation_N[slot_S] == plan.generation_S
         rows = live_S.nonzero()[0]
-        self._stats.computed_tokens += self._batch.advance(plan, rows)
+        self._stats.computed_tokens += self._batch.advance(slot_S[rows], plan.end_S[rows])
         sampled = (live_S & plan.samples_S).nonzero()[0]
         first_event = len(events)
-        ended = self._append(plan, result, sampled, events)
+        ended = self._append(plan, result, slot_S[sampled], sampled, events)
         if result.prompt_scores:
             attach_scores(plan, result, live_S, sampled, events, first_event)
-        for event, reason, stop_reason in ended:
+        for event, (reason, stop_reason) in ended:
             event.finish = reason
             self._end(event.sequence, reason, stop_reason)
-        for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
-            self._end_if_scored(plan.sequences[row], events)
-        if self._followers:
-            self._queue_followers()
+        if len(sampled) < len(rows):
+            for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
+                self._end_if_scored(plan.sequences[row], events)
+        self._requests.queue_followers(self._slots.computed_N)
         return events
 
-    def _append(self, plan: StepPlan, result: StepResult, rows, events: list[TokenEvent]):
-        """A token and an event for each sampled row. Returns (event, reason, stop id) of ends."""
+    def _append(self, plan: StepPlan, result: StepResult, slot_S, rows, events: list[TokenEvent]):
+        """A token and an event for each sampled row, given these rows and their slots.
+
+        Returns the events of those that have ended, each with (reason, stop id).
+        """
         slots = self._slots
-        slot_S = plan.slot_S[rows]
         token_S = result.token_S[rows]
         known_S = slots.known_N[slot_S] + 1
         slots.known_N[slot_S] = known_S
         slots.last_token_N[slot_S] = token_S
         self._stats.generation_tokens += len(rows)
         self._ledger.charge_outputs(slots.tenant_N[slot_S])
-        first = len(events)
-        sequences = plan.sequences
-        for row, token in zip(rows.tolist(), token_S.tolist()):
-            sequence = sequences[row]
+        tokens, sequences = token_S.tolist(), plan.sequences
+        if len(rows) < len(sequences):
+            sequences = [sequences[row] for row in rows.tolist()]
+        for sequence, token in zip(sequences, tokens):
             sequence.tokens.append(token)
-            events.append(TokenEvent(sequence, token))
-        if result.logprob_S is not None:
-            for at in np.flatnonzero(slots.scores_N[slot_S]).tolist():
-                attach_logprobs(events[first + at], result, rows[at])
         full_S = known_S >= slots.max_total_N[slot_S]
-        ended = []
-        for at in (full_S | self._stops.suspects(token_S)).nonzero()[0].tolist():
-            event = events[first + at]
-            if self._stops.ends(event.sequence, event.token):
-                # An end token at the very last place is still the model's own end.
-                ended.append((event, FinishReason.STOP, event.token))
-            elif full_S[at]:
-                ended.append((event, FinishReason.LENGTH, None))
-        return ended
+        ends = self._stops.find_ends(sequences, token_S, tokens, full_S)
+        if self._on_paper:
+            last = [TokenEvent(sequences[at], tokens[at]) for at in ends]
+            events += last
+            return list(zip(last, ends.values()))
+        first = len(events)
+        events += map(TokenEvent, sequences, tokens)
+        if result.logprob_S is not None:
+            for at in slots.scores_N[slot_S].nonzero()[0].tolist():
+                attach_logprobs(events[first + at], result, rows[at])
+        return [(events[first + at], end) for at, end in ends.items()]
 
     def _end_if_scored(self, sequence: Sequence, events: list[TokenEvent]) -> None:
         """A request for no tokens ends when its prompt is computed."""
@@ -451,36 +473,14 @@ class Scheduler:
             events.append(TokenEvent(sequence, None, FinishReason.LENGTH))
             self._end(sequence, FinishReason.LENGTH)
 
-    def _queue_followers(self) -> None:
-        """Choices 2..n enter when the first one's prompt is computed: they share its pages."""
-        for request_id in list(self._followers):
-            first = self._open[request_id][0]
-            if first.slot is None or self._slots.computed_N[first.slot] < first.num_prompt:
-                continue
-            for sequence in self._take_followers(request_id):
-                self._enqueue(sequence)
-
-    def _take_followers(self, request_id: str) -> list[Sequence]:
-        followers = self._followers.pop(request_id, [])
-        self._num_followers -= len(followers)
-        return followers
-
-    # Queue and ends
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._ledger.enter(self._ledger.number(sequence.request.tenant))
-        self._queue.push(sequence)
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        self._queue.remove(sequence)
-        self._ledger.leave(self._ledger.number(sequence.request.tenant))
+    # Ends
 
     def _end_all(
         self, request_id: str, reason: FinishReason, error: Exception | None = None
     ) -> list[TokenEvent]:
         events = []
-        self._take_followers(request_id)
-        for sequence in list(self._open.get(request_id, ())):
+        self._requests.drop_followers(request_id)
+        for sequence in self._requests.choices(request_id):
             self._end(sequence, reason)
             events.append(TokenEvent(sequence, None, reason, error=error))
         return events
@@ -488,21 +488,14 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason=None) -> None:
         """The one place where a sequence ends."""
         assert sequence.finish is None, f"{sequence} ended twice"
-        request = sequence.request
         if sequence.slot is not None:
             self._vacate(sequence)
         elif sequence in self._queue:
-            self._dequeue(sequence)
+            self._requests.dequeue(sequence)
+        self._host.drop(sequence)
         sequence.finish = reason
         sequence.stop_reason = stop_reason
-        self._ledger.closed(self._ledger.number(request.tenant))
-        for follower in self._take_followers(request.id):
-            self._enqueue(follower)  # the first choice ended before its prompt was computed
-        choices = self._open[request.id]
-        choices.remove(sequence)
-        if not choices:
-            del self._open[request.id]
-            self._gate.closed(request)
+        self._requests.close(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
@@ -512,13 +505,9 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Asserts everything that must hold between two calls. For tests and debugging."""
         self._batch.check_invariants()
-        placed = [*self._slots.running(), *self._queue]
-        for followers in self._followers.values():
-            placed += followers
-        everyone = [sequence for choices in self._open.values() for sequence in choices]
-        assert sorted(s.id for s in placed) == sorted(s.id for s in everyone)
-        assert all(s.finish is None for s in everyone)
-        self._stops.check_invariants(self._slots.running())
-        self._ledger.check_invariants(everyone, self._queue)
-        if not self._open:
+        running = self._slots.running()
+        self._requests.check_invariants(running)
+        self._stops.check_invariants(running)
+        self._host.check_invariants(list(self._queue), running)
+        if not self._requests:
             assert self._pool.num_available == self._pool.capacity, "pages leaked"

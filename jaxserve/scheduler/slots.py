@@ -45,6 +45,7 @@ class SlotArray:
         self.last_token_N = np.zeros(num_slots, np.int32)
         self.must_pass_N = np.zeros(num_slots, np.int32)
         self.order_N = np.zeros(num_slots, np.int64)  # of admission
+        self.served_N = np.zeros(num_slots, np.int64)  # turn in which its tokens were last planned
         self.scores_N = np.zeros(num_slots, bool)  # its log-probabilities are wanted
         self.standing_N = np.zeros(num_slots, np.int64)  # by the policy; lower ones go first
         self.tenant_N = np.zeros(num_slots, np.int32)  # its number in the ServiceLedger
@@ -53,6 +54,7 @@ class SlotArray:
         self.sequence_N = np.full(num_slots, None, object)
         self._free = list(range(num_slots))  # a heap
         self._admissions = 0
+        self.turn = 0  # plans made
 
     @property
     def num_free(self) -> int:
@@ -84,6 +86,7 @@ class SlotArray:
         self.standing_N[slot] = standing
         self.order_N[slot] = self._admissions
         self._admissions += 1
+        self.served_N[slot] = self.turn
         self.page_table_NP[slot, : len(pages)] = pages
         self.num_pages_N[slot] = len(pages)
         return slot
@@ -109,12 +112,17 @@ class SlotArray:
 
     def attach_page(self, slots, pages: list[int]) -> None:
         """One more page to each of the slots."""
-        self.page_table_NP[slots, self.num_pages_N[slots]] = pages
-        self.num_pages_N[slots] += 1
+        held = self.num_pages_N[slots]
+        self.page_table_NP[slots, held] = pages
+        self.num_pages_N[slots] = held + 1
 
     def pending(self, slots: np.ndarray) -> np.ndarray:
         """Tokens that each of the slots has left to compute."""
         return self.tokens_N[slots] - self.planned_N[slots]
+
+    def was_served(self, slot: int) -> bool:
+        """Whether the last plan had tokens of the slot, or it was filled since."""
+        return bool(self.served_N[slot] == self.turn)
 
     def pages(self, slot: int) -> list[int]:
         return self.page_table_NP[slot, : self.num_pages_N[slot]].tolist()

@@ -23,6 +23,7 @@ class Stats:
     requests: int = 0
     refusals: int = 0
     preemptions: int = 0
+    host_pages_kept: int = 0  # KV pages of preempted sequences that were copied to the host
     prefix_query_tokens: int = 0  # prompt tokens of admitted sequences, each sequence once
     prefix_hit_tokens: int = 0  # of those, served by the prefix cache
     computed_tokens: int = 0  # prompt and output, recomputation included

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from jaxserve.types import Sequence
+from jaxserve.types import FinishReason, Sequence
 
 
 class StopRules:
@@ -28,6 +29,22 @@ class StopRules:
     def leave(self, sequence: Sequence) -> None:
         for token in sequence.request.params.stop_token_ids:
             self._watched_V[token] -= 1
+
+    def find_ends(
+        self, sequences: SequenceOf[Sequence], token_S: np.ndarray, tokens: list[int], full_S
+    ) -> dict[int, tuple[FinishReason, int | None]]:
+        """Which of these rows have ended with their new token: row -> (reason, stop id).
+
+        tokens: token_S as a list. full_S: whether the row has all the tokens that it may have.
+        """
+        ends = {}
+        for row in (full_S | self.suspects(token_S)).nonzero()[0].tolist():
+            if self.ends(sequences[row], tokens[row]):
+                # An end token at the very last place is still the model's own end.
+                ends[row] = (FinishReason.STOP, tokens[row])
+            elif full_S[row]:
+                ends[row] = (FinishReason.LENGTH, None)
+        return ends
 
     def suspects(self, token_S: np.ndarray) -> np.ndarray:
         """Rows whose token ends somebody, if perhaps not them. bool [S]."""

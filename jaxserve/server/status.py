@@ -13,6 +13,7 @@ import importlib.metadata
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from jaxserve.obs import manifest
 from jaxserve.server.errors import ApiError, json_response, quote
 from jaxserve.server.service import Service, service_of
 
@@ -70,9 +71,10 @@ async def stats(request: Request):
 
 
 @router.get("/version")
-async def version():
-    """The package's version."""
-    return json_response({"version": importlib.metadata.version("jaxserve")})
+async def version(request: Request):
+    """The package's version, and what this run is made of: versions, hashes, settings, hardware."""
+    made_of = manifest.for_clients(service_of(request).engine.manifest)
+    return json_response({"version": importlib.metadata.version("jaxserve"), **made_of})
 
 
 def _model(service: Service) -> dict:

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.scheduler.plan import StepPlan
 
+FEWEST_STEPS = 20
 PARTS = ("step", "token", "row", "kv_token", "pair")
 
 
@@ -43,8 +44,16 @@ class CostModel:
     error: float = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
-        parts = features(plan.start_S, plan.count_S)
-        return float(parts @ np.asarray(self.price))
+        """Of one step. The product of features() and prices, in a third of the time."""
+        step, token, row, kv_token, pair = self.price
+        kv_len_S = plan.end_S
+        seconds = step + token * plan.num_tokens + row * plan.num_rows
+        seconds += kv_token * int(kv_len_S.sum())
+        if plan.num_decode < plan.num_rows:
+            chunk_S = plan.count_S[plan.num_decode :]
+            chunk_S[chunk_S == 1] = 0
+            seconds += pair * int(np.dot(chunk_S.astype(np.int64), kv_len_S[plan.num_decode :]))
+        return seconds
 
     def save(self, path: pathlib.Path) -> None:
         record = dataclasses.asdict(self) | {"price": dict(zip(PARTS, self.price))}
@@ -63,8 +72,10 @@ class CostModel:
     @classmethod
     def fit(cls, parts_RF: np.ndarray, seconds_R: np.ndarray, source: str = "") -> CostModel:
         """Prices from measured steps, R of them. Raises ValueError when there are too few."""
-        if len(seconds_R) < 20:
-            raise ValueError(f"{len(seconds_R)} steps are too few to fit a cost model; record 20")
+        if len(seconds_R) < FEWEST_STEPS:
+            raise ValueError(
+                f"{len(seconds_R)} steps are too few to fit a cost model; record {FEWEST_STEPS}"
+            )
         keep_R = _without_outliers(parts_RF, seconds_R)
         parts_RF, seconds_R = parts_RF[keep_R], seconds_R[keep_R]
         price_F = _non_negative_least_squares(

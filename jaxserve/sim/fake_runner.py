@@ -58,12 +58,18 @@ class FakeRunner:
         self.reset()
 
     def reset(self) -> None:
-        """An empty device: nothing is known of what was written before."""
+        """An empty device: nothing is known of what was written before, nor of what a failed step
+        was to copy to the host."""
+        self._host: dict[int, np.ndarray] = {}  # host page -> what was copied there
         self._kv_GK[:] = NEVER_WRITTEN
         self._last_token_N[:] = NEVER_WRITTEN
 
     def dispatch(self, plan: StepPlan, fill_masks=None) -> StepResult:
         del fill_masks  # what it samples follows from the history alone
+        for page, host_page in plan.swap_out:
+            self._host[host_page] = self._kv_GK[page].copy()
+        for host_page, page in plan.swap_in:
+            self._kv_GK[page] = self._host[host_page]
         token_S = np.full(plan.num_rows, NEVER_WRITTEN, np.int32)
         ends = plan.cu_q_len_S1
         for row, sequence in enumerate(plan.sequences):

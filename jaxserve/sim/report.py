@@ -22,17 +22,19 @@ class Histogram:
         return int(self.counts.sum())
 
     def add(self, seconds: np.ndarray) -> None:
-        self.total += float(seconds.sum())
-        buckets = _bucket(seconds)
-        if len(buckets) > 1 and (buckets == buckets[0]).all():  # a batch shares its step's time
-            self.counts[buckets[0]] += len(buckets)
+        if not len(seconds):
+            return
+        shortest = float(seconds.min())
+        if shortest == float(seconds.max()):  # as nearly always: a step's rows share its time
+            self.total += shortest * len(seconds)
+            self.counts[_bucket(shortest)] += len(seconds)
         else:
-            self.counts += np.bincount(buckets, minlength=_NUM_BUCKETS)
+            self.total += float(seconds.sum())
+            self.counts += np.bincount(_buckets(seconds), minlength=_NUM_BUCKETS)
 
     def add_one(self, seconds: float) -> None:
         self.total += seconds
-        decades = math.log10(max(seconds, _LOWEST_S) / _LOWEST_S)
-        self.counts[min(int(decades * _STEPS_PER_DECADE), _NUM_BUCKETS - 1)] += 1
+        self.counts[_bucket(seconds)] += 1
 
     def quantile(self, share: float) -> float:
         """Seconds below which this share lies, right to half a bucket. nan when empty."""
@@ -55,7 +57,12 @@ class Histogram:
         return {f"p{int(100 * q)}": self.quantile(q) for q in (0.5, 0.9, 0.99)}
 
 
-def _bucket(seconds: np.ndarray) -> np.ndarray:
+def _bucket(seconds: float) -> int:
+    decades = math.log10(max(seconds, _LOWEST_S) / _LOWEST_S)
+    return min(int(decades * _STEPS_PER_DECADE), _NUM_BUCKETS - 1)
+
+
+def _buckets(seconds: np.ndarray) -> np.ndarray:
     decades = np.log10(np.maximum(seconds, _LOWEST_S) / _LOWEST_S)
     return np.minimum(decades * _STEPS_PER_DECADE, _NUM_BUCKETS - 1).astype(np.int64)
 

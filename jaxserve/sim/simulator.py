@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim.cost_model import EXAMPLE, CostModel
 from jaxserve.sim.report import Report
-from jaxserve.sim.workload import Arrival, sped_up, workload
+from jaxserve.sim.workload import Arrival, sped_up, workload, workload_size
 from jaxserve.types import FinishReason, Request, RequestRefused, SamplingParams, StepResult
 
 SHORT_PROMPT = 512  # tokens; requests below it are reported as a group
@@ -65,6 +65,7 @@ class Simulation:
         self.host_s = host_s
         self.step_hook = step_hook
         self.report = Report(scheduler.config.policy, slots=scheduler.limits.num_slots)
+        self._gaps = self.report.group("all").itl
         self._lives: dict[str, _Life] = {}
         self._last_token_N = np.zeros(scheduler.limits.num_slots)  # when a slot's came
         self._num_prompt_N = np.zeros(scheduler.limits.num_slots, np.int32)
@@ -133,15 +134,15 @@ class Simulation:
 
     def _record_tokens(self, plan: StepPlan, now: float) -> None:
         """First tokens one by one, the gaps before all others at once."""
-        begins_S = plan.end_S == self._num_prompt_N[plan.slot_S]
-        for row in (begins_S & plan.samples_S).nonzero()[0].tolist():
+        slot_S = plan.slot_S.astype(np.intp)
+        begins_S = plan.samples_S & (plan.end_S == self._num_prompt_N[slot_S])
+        for row in begins_S.nonzero()[0].tolist():
             life = self._lives.get(plan.sequences[row].request.id)
             if life is not None:  # ended while the step was in flight
                 life.first = now
-        continues_S = (plan.samples_S & ~begins_S).nonzero()[0]
-        if len(continues_S):
-            self.report.group("all").itl.add(now - self._last_token_N[plan.slot_S[continues_S]])
-        self._last_token_N[plan.slot_S] = now
+        continues_S = plan.samples_S ^ begins_S
+        self._gaps.add(now - self._last_token_N[slot_S[continues_S]])
+        self._last_token_N[slot_S] = now
 
     def _close(self, event, now: float) -> None:
         sequence = event.sequence
@@ -198,8 +199,18 @@ def simulate(
     targets: Targets | None = None,
 ) -> Report:
     """Serves the arrivals on paper."""
-    scheduler = Scheduler(limits, config, cache_key=b"simulation")
+    scheduler = Scheduler(limits, config, cache_key=b"simulation", on_paper=True)
     return Simulation(scheduler, cost.seconds, targets=targets).run(arrivals)
+
+
+def _counted(arrivals: Iterable[Arrival], size: int, policy: str, progress) -> Iterator[Arrival]:
+    """The same arrivals, and every hundredth of them is told to `progress`."""
+    often = max(1, size // 100)
+    for number, arrival in enumerate(arrivals):
+        if number % often == 0:
+            progress(policy, min(number, size), size)
+        yield arrival
+    progress(policy, size, size)
 
 
 def run(
@@ -220,11 +231,13 @@ def run(
     config: SchedulerConfig | None = None,
     plot: str | None = None,
     out=print,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Report]:
     """`jaxserve simulate`: serves a workload under each policy, prints and returns the reports.
 
     speed: factor on the workload's arrival times. plot: file for a picture of policy against
-    policy. Raises ValueError for a workload or a cost model that is not there.
+    policy. progress(policy, arrivals, of how many) is called as time goes by. Raises ValueError for
+    a workload or a cost model that is not there.
     """
     config = config or SchedulerConfig()
     cost = EXAMPLE if cost_model is None else CostModel.load(pathlib.Path(cost_model))
@@ -243,6 +256,9 @@ def run(
     reports = []
     for policy in policies:
         arrivals = workload(workload_name, traces=pathlib.Path(traces), rate=rate, count=count)
+        if progress is not None:
+            size = workload_size(workload_name, traces=pathlib.Path(traces), count=count)
+            arrivals = _counted(arrivals, size, policy, progress)
         chosen = dataclasses.replace(config, policy=policy)
         reports.append(simulate(sped_up(arrivals, speed), limits, chosen, cost))
         for line in reports[-1].lines():

@@ -64,9 +64,7 @@ TRACES = {
 
 def read_trace(name: str, folder: pathlib.Path) -> Iterator[Arrival]:
     """The arrivals of a trace file in `folder`. Raises ValueError when it is not there."""
-    path = pathlib.Path(folder) / TRACES[name]
-    if not path.is_file():
-        raise ValueError(f"the trace {TRACES[name]} is not in {folder}; say where with --traces")
+    path = _trace_file(name, folder)
     with path.open(newline="") as lines:
         records = map(json.loads, lines) if path.suffix == ".jsonl" else csv.DictReader(lines)
         for record in records:
@@ -77,6 +75,13 @@ def read_trace(name: str, folder: pathlib.Path) -> Iterator[Arrival]:
                 tenant=record.get("session") or "",
                 blocks=tuple(record.get("hash_ids", ())),
             )
+
+
+def _trace_file(name: str, folder: pathlib.Path) -> pathlib.Path:
+    path = pathlib.Path(folder) / TRACES[name]
+    if not path.is_file():
+        raise ValueError(f"the trace {TRACES[name]} is not in {folder}; say where with --traces")
+    return path
 
 
 def skewed(seed: int = 0, count: int = 64) -> Iterator[Arrival]:
@@ -148,6 +153,14 @@ def repeated(arrivals_of, times: int, period_s: float) -> Iterator[Arrival]:
     for turn in range(times):
         for arrival in arrivals_of():
             yield dataclasses.replace(arrival, time=arrival.time + turn * period_s)
+
+
+def workload_size(name: str, *, traces: pathlib.Path, count: int) -> int:
+    """About how many arrivals `workload` brings; ValueError for a trace that is not there."""
+    if name not in TRACES:
+        return count
+    with _trace_file(name, traces).open("rb") as lines:
+        return sum(1 for _ in lines)
 
 
 def workload(name: str, *, traces: pathlib.Path, rate: float, count: int, seed: int = 0):

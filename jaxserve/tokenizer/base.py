@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.tokenizer.sandbox import TemplateError
 
 PROBED_CHARS_PER_TOKEN = 8
+# Words, numbers, code, spaces, scripts and an emoji: tokenizers that differ split it differently.
+_PROBE = "It's 3.14159 o'clock;\n    def f(x):\treturn x**2  # naïve Straße 東京 Привет 👍🏽"
 
 
 class Encoder(Protocol):
@@ -188,6 +191,20 @@ class Tokenizer:
 
     def is_special(self, token: int) -> bool:
         return token in self.special_ids
+
+    def fingerprint(self) -> str:
+        """sha256 of what it does, not of its files: the bytes of every id, the ids with a part to
+        play, the chat template, and the ids of a text that shows how it splits."""
+        roles = (
+            sorted(self.special_ids), sorted(self._added.items()), self.bos_id, self.begin,
+            self.end, self.eos_id, sorted(self.eos_ids), self.chat_template,
+            self._encoder.encode(_PROBE),
+        )  # fmt: skip
+        digest = hashlib.sha256(repr(roles).encode())
+        for data in self._data:
+            digest.update(len(data).to_bytes(4))
+            digest.update(data)
+        return digest.hexdigest()
 
     def _known(self, ids: Iterable[int]) -> Iterable[int]:
         return (token for token in ids if 0 <= token < self.vocab_size)

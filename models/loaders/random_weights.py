@@ -7,6 +7,7 @@ shapes, forms and shardings.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -72,7 +73,7 @@ def random_model(
         eos_ids=frozenset(),
         weight_dtype="+".join(sorted(forms)),
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-        fingerprint=f"random-{seed}-{hash(parsed):x}",
+        fingerprint=f"random-{seed}-{hashlib.sha256(repr(parsed).encode()).hexdigest()}",
     )
 
 

@@ -104,6 +104,7 @@ def test_occupancy_is_weighed_by_time():
     none = np.zeros(0, np.int32)
     for rows, seconds in ((2, 3.0), (1, 1.0)):
         slots = np.zeros(rows, np.int32)
-        plan = StepPlan(1, (), slots, *[none] * 6, num_decode=rows, waiting=("somebody",))
+        arrays = (slots, none, none, np.zeros(1, np.int32), none, none, none)
+        plan = StepPlan(1, (), *arrays, num_decode=rows, waiting=("somebody",))
         log.on_step(plan, seconds)
     assert log.summary()["occupancy_queued"] == pytest.approx((1.0 * 3 + 0.5 * 1) / 4)

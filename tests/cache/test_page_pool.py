@@ -54,7 +54,7 @@ class PoolMachine(RuleBasedStateMachine):
     def keep(self, pages):
         if pages in self.held:
             for page in pages:
-                self.pool.keep(page)
+                self.pool.keep([page])
             self.kept |= set(pages)
 
     @rule(target=holders, pages=holders, data=st.data())
@@ -105,7 +105,7 @@ def test_a_prefix_loses_its_tail_first():
     pool = PagePool(4, on_evict=evicted.append)
     pages = pool.reserve(3)
     for page in pages:
-        pool.keep(page)
+        pool.keep([page])
     pool.release(pages)
     pool.reserve(2)
     assert evicted == [pages[2], pages[1]]

@@ -13,6 +13,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
 from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
+from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import Request, SamplingParams
 
@@ -38,7 +39,9 @@ def load(folder, attention: str, linear: str, stacked: bool):
 
 
 @functools.cache
-def runner_for(folder, backend, num_slots, bucket, num_pages, page_size, deterministic) -> Runner:
+def runner_for(
+    folder, backend, num_slots, bucket, num_pages, page_size, deterministic, host_pages=0
+) -> Runner:
     """Compiled once for each shape; reset() between engines."""
     model = load(folder, *backend)
     shape = RunnerShape(
@@ -48,6 +51,7 @@ def runner_for(folder, backend, num_slots, bucket, num_pages, page_size, determi
         num_pages=num_pages,
         kv_spec=model.config.kv_spec(page_size, jnp.dtype("float32")),
         deterministic=deterministic,
+        host_pages=host_pages,
     )
     spec = StepSpec(model.family, model.config, model.config.backend.attention, VOCAB)
     runner = Runner(spec, model.params, shape, frozenset())
@@ -77,6 +81,7 @@ def make_core(
     num_pages=160,
     page_size=16,
     pool_pages=None,
+    host_pages=0,
     pipelined=True,
     deterministic=True,
     eos_ids=(),
@@ -86,7 +91,7 @@ def make_core(
     """num_slots, bucket and num_pages are what the programs are compiled for; slots, budget and
     pool_pages what the scheduler uses of them, so that many settings share few programs."""
     compiled = runner or runner_for(
-        folder, backend, num_slots, bucket, num_pages, page_size, deterministic
+        folder, backend, num_slots, bucket, num_pages, page_size, deterministic, host_pages
     )
     if runner is None:
         compiled.reset()
@@ -98,9 +103,9 @@ def make_core(
         max_model_len=MAX_LEN,
         **settings,
     )
-    scheduler = Scheduler.from_config(
-        config, SchedulerConfig(), eos_ids=eos_ids, vocab_size=VOCAB, cache_key=b"test"
-    )
+    limits = Limits.of_engine(config, eos_ids, VOCAB)
+    limits = dataclasses.replace(limits, host_pages=host_pages)
+    scheduler = Scheduler(limits, SchedulerConfig(), cache_key=b"test")
     return EngineCore(scheduler, compiled, OutputStage(IdTokenizer()), Clock(), pipelined=pipelined)
 
 

@@ -72,9 +72,11 @@ def test_chunk_sizes(alone, tiny_model, chunk):
     same(run(make_core(tiny_model, budget=chunk), [subject(sampling)])["subject", 0], expected)
 
 
-def test_preempted_twice(alone, tiny_model):
+@pytest.mark.parametrize("host_pages", [0, 20])
+def test_preempted_twice(alone, tiny_model, host_pages):
+    """Computed again, or kept on the host and fetched."""
     sampling, expected = alone
-    core = make_core(tiny_model, prefix_caching=False)
+    core = make_core(tiny_model, prefix_caching=False, host_pages=host_pages)
     preempted = []
 
     def preempt(core, step):
@@ -82,19 +84,25 @@ def test_preempted_twice(alone, tiny_model):
         for sequence in core.scheduler._slots.running():
             if sequence.num_output in (5, 11) and sequence.num_output not in preempted:
                 preempted.append(sequence.num_output)
-                core.scheduler._preempt(sequence.slot, "the test says so")
+                core.scheduler._preempt(sequence.slot, "the test says so", core.clock.now)
 
     answers = run(core, [subject(sampling)], between=preempt)
-    assert core.scheduler.stats().preemptions == 2
+    stats = core.scheduler.stats()
+    assert stats.preemptions == 2
+    # 79 and 85 tokens of KV when it is evicted: all of them fetched, or all computed once more.
+    assert stats.host_pages_kept == (11 if host_pages else 0)
     same(answers["subject", 0], expected)
 
 
+@pytest.mark.parametrize("host_pages", [0, 8])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_page_shortage(alone, tiny_model, prefix_caching):
+def test_page_shortage(alone, tiny_model, prefix_caching, host_pages):
     """Everyone starts in a few pages and grows; the subject comes last: a likely victim."""
     sampling, expected = alone
     growing = [request(i, [i, 2, 3], max_tokens=90, temperature=1.0, seed=i) for i in range(6)]
-    core = make_core(tiny_model, pool_pages=22, prefix_caching=prefix_caching)
+    core = make_core(
+        tiny_model, pool_pages=22, prefix_caching=prefix_caching, host_pages=host_pages
+    )
     answers = run(core, [*growing, subject(sampling)], arrivals=[0] * 6 + [20])
     assert core.scheduler.stats().preemptions > 0
     same(answers["subject", 0], expected)
@@ -108,6 +116,16 @@ def test_prefix_miss_and_hit(alone, tiny_model):
     assert (first.cached, second.cached) == (0, 64)
     same(first, expected)
     same(second, expected)
+
+
+def test_a_prefix_that_another_computes_now(alone, tiny_model):
+    """Three at once: two wait until the first has computed what they share."""
+    sampling, expected = alone
+    core = make_core(tiny_model, budget=16)
+    answers = run(core, [subject(sampling, f"s{i}") for i in range(3)])
+    assert [answers[f"s{i}", 0].cached for i in range(3)] == [0, 64, 64]
+    for index in range(3):
+        same(answers[f"s{index}", 0], expected)
 
 
 def test_slots_and_pages_used_before(alone, tiny_model):

@@ -26,22 +26,26 @@ SIGNS = [
 ]
 
 
+def look(guard, values, now):
+    return guard.look({name: lambda value=value: value for name, value in values.items()}, now)
+
+
 @pytest.mark.parametrize("sign, config, threshold, action", SIGNS)
 def test_sign_action_and_recovery(sign, config, threshold, action):
     guard = Guard(SchedulerConfig(**{**OFF, **config}))
     high, hovering, low = (CALM | {sign: threshold * f} for f in (1.0, 0.8, 0.5))
     now = 100.0
-    assert guard.look(high, now) == [] and not guard.actions  # once is not yet trouble
-    assert guard.look(hovering, now + RAISE_S) == []  # and starts over when it eases
-    assert guard.look(high, now + 10) == []
-    (change,) = guard.look(high, now + 10 + RAISE_S)
+    assert look(guard, high, now) == [] and not guard.actions  # once is not yet trouble
+    assert look(guard, hovering, now + RAISE_S) == []  # and starts over when it eases
+    assert look(guard, high, now + 10) == []
+    (change,) = look(guard, high, now + 10 + RAISE_S)
     assert change.raised and change.sign == sign and guard.actions == {action}
     assert f"{sign} raised" in str(change) and f"start: {action.value}" in str(change)
     for step in range(30):  # between the two thresholds nothing changes
-        assert guard.look(hovering, now + 20 + step) == []
-    assert guard.look(low, now + 60) == []
-    assert guard.look(low, now + 60 + LOWER_S / 2) == []
-    (change,) = guard.look(low, now + 60 + LOWER_S)
+        assert look(guard, hovering, now + 20 + step) == []
+    assert look(guard, low, now + 60) == []
+    assert look(guard, low, now + 60 + LOWER_S / 2) == []
+    (change,) = look(guard, low, now + 60 + LOWER_S)
     assert not change.raised and guard.actions == set()
     assert guard.num_changes == 2
 
@@ -53,16 +57,16 @@ def test_static_batching_is_the_last_resort():
     guard = Guard(config)
     bad = CALM | dict(queue_age_s=20.0, page_pressure=1.0)
     for step in range(32):
-        guard.look(bad, float(step))
+        look(guard, bad, float(step))
     assert Action.STATIC_BATCHING not in guard.actions and len(guard.actions) == 2
-    guard.look(bad, 32.0)
+    look(guard, bad, 32.0)
     assert Action.STATIC_BATCHING in guard.actions
     one_left = CALM | dict(queue_age_s=20.0)
     for step in range(33, 50):
-        guard.look(one_left, float(step))
+        look(guard, one_left, float(step))
     assert Action.STATIC_BATCHING in guard.actions  # until every sign is lowered
     for step in range(50, 50 + int(LOWER_S) + 1):
-        guard.look(CALM, float(step))
+        look(guard, CALM, float(step))
     assert guard.actions == set()
 
 

@@ -26,9 +26,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         sharing=st.booleans(),
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         pipelined=st.booleans(),
+        host_pages=st.sampled_from([0, 0, 5, 60]),
     )
     def start(
-        self, policy, num_pages, num_slots, budget, prefix_caching, sharing, batching, pipelined
+        self,
+        policy,
+        num_pages,
+        num_slots,
+        budget,
+        prefix_caching,
+        sharing,
+        batching,
+        pipelined,
+        host_pages,
     ):
         limits = small_limits(
             num_pages=num_pages,
@@ -37,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             batching=batching,
             max_queued=12,
+            host_pages=host_pages,
         )
         config = SchedulerConfig(policy=policy, prefill_sharing=sharing)
         self.driver = Driver(limits, config, pipelined=pipelined)
@@ -100,11 +111,13 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_5000_steps_of_shortage_aborts_and_ties(policy):
+@pytest.mark.parametrize("policy, host_pages", [*zip(POLICIES, (0, 12, 0, 80))])
+def test_5000_steps_of_shortage_aborts_and_ties(policy, host_pages):
     """Four policies make 20,000 steps. Too few pages, bursts that tie in time, many aborts."""
     draw = random.Random(policy)
-    limits = small_limits(num_slots=8, num_pages=40, token_budget=24, max_queued=25)
+    limits = small_limits(
+        num_slots=8, num_pages=40, token_budget=24, max_queued=25, host_pages=host_pages
+    )
     driver = Driver(limits, SchedulerConfig(policy=policy, tenant_max_requests=12), check=False)
     refusals = set()
     for step in range(5000):
@@ -121,6 +134,8 @@ def test_5000_steps_of_shortage_aborts_and_ties(policy):
     driver.run().check_outputs()
     stats = driver.scheduler.stats()
     assert stats.preemptions > 20 and stats.prefix_hit_tokens > 0
+    assert (stats.host_pages_kept > 20) == (host_pages > 0)
+    assert any("prefix they share" in d.reason for plan in driver.plans for d in plan.waiting)
     assert refusals == {"queue_full", "rate_limited"}
     assert set(driver.ends.values()) == set(FinishReason) - {FinishReason.ERROR}
     assert stats.requests == len(driver.requests)

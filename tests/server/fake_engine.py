@@ -111,6 +111,7 @@ class FakeEngine:
         self.config = SimpleNamespace(max_queued=max_queued)
         self.model_name, self.max_model_len, self.vocab_size = MODEL, max_model_len, VOCAB
         self.description = "fake"
+        self.manifest = {"model": MODEL, "config": {"num_slots": 4, "decision_log": "/private"}}
         self.state = "ready"
         self.open: dict[str, SimpleNamespace] = {}  # running requests: prompt_ids and arguments
         self.calls: list[SimpleNamespace] = []

@@ -3,6 +3,7 @@
 import logging
 import pathlib
 import re
+import types
 
 import pytest
 from fake_engine import FakeEngine
@@ -43,6 +44,24 @@ def test_requests_are_counted_and_timed_under_both_names(client):
         assert count("num_requests_running") == 0
     assert value(samples, "jaxserve:kv_pages_free") == 100
     assert value(samples, "vllm:kv_cache_usage_perc", model_name="fake-model") == 0
+
+
+def test_what_a_shadow_policy_would_have_done():
+    shadow = types.SimpleNamespace(latest={})
+    metrics = Metrics(FakeEngine().stats, "m", shadow)
+    assert b"shadow_ttft_seconds{" not in metrics.render()[0]
+    times = {"ttft_s": {"p50": 0.25, "p99": 2.0}, "itl_s": {"p99": 0.5}}
+    shadow.latest = {"vtc": {"groups": {"all": times}, "output_tokens_per_s": 12.5}}
+    text = metrics.render()[0].decode()
+    assert 'jaxserve:shadow_ttft_seconds{policy="vtc",quantile="p99"} 2.0' in text
+    assert 'jaxserve:shadow_itl_seconds{policy="vtc",quantile="p99"} 0.5' in text
+    assert 'jaxserve:shadow_tokens_per_second{policy="vtc"} 12.5' in text
+
+
+def test_version_tells_what_runs_and_no_file_names(client):
+    body = client.get("/version").json()
+    assert body["model"] == "fake-model" and body["config"] == {"num_slots": 4}
+    assert re.match(r"\d+\.\d+", body["version"])
 
 
 def test_labels_are_bounded_whatever_clients_send(client):

@@ -24,7 +24,9 @@ from jaxserve.sim.workload import (
     skewed,
     sped_up,
     workload,
+    workload_size,
 )
+from jaxserve.types import Request, StepResult
 
 SECOND_A_STEP = CostModel((1.0, 0.0, 0.0, 0.0, 0.0))
 
@@ -57,6 +59,31 @@ def test_one_request_by_hand():
     assert everyone.e2e.quantile(0.5) == pytest.approx(6.0, rel=0.01)
     assert everyone.itl.mean == pytest.approx(1.0) and len(everyone.itl) == 4
     assert report.busy_seconds == pytest.approx(6.0)
+
+
+def test_on_paper_decides_the_same():
+    """Plans without tokens and page tables are no other plans, and bring the same ends."""
+    limits, seconds = limits_of(num_pages=24), CostModel((0.01, 1e-3, 0.0, 0.0, 0.0)).seconds
+    reports = []
+    for on_paper in (False, True):
+        simulation = Simulation(Scheduler(limits, on_paper=on_paper), seconds)
+        reports.append(simulation.run(poisson(2.0, 200, prompt=60, output=30, tenants=2)))
+    assert reports[0].summary() == reports[1].summary()
+    assert reports[0].preemptions > 0 and len(reports[0].group("all").e2e) > 150
+
+
+def test_seconds_are_features_times_prices():
+    """Two rows decode; of three chunks one is a single token, which counts as decoding does."""
+    scheduler = Scheduler(limits_of(num_slots=5))
+    for length in (3, 4, 30, 20, 50):
+        scheduler.add(Request(f"r{length}", (0,) * length))
+    plan = scheduler.plan(0.0)
+    scheduler.absorb(plan, StepResult(np.zeros(plan.num_rows, np.int32)), 0.0)
+    plan = scheduler.plan(1.0)
+    assert plan.num_decode and plan.num_rows > plan.num_decode
+    model = CostModel((3.0, 5.0, 7.0, 11.0, 13.0))
+    expected = features(plan.start_S, plan.count_S) @ np.array(model.price)
+    assert model.seconds(plan) == pytest.approx(expected)
 
 
 def test_pipelining_hides_the_host_but_keeps_order():
@@ -192,11 +219,15 @@ def test_reads_traces(tmp_path):
     )
     azure = list(workload("azure_conv", traces=tmp_path, rate=1, count=1))
     assert azure == [Arrival(0.0, 374, 44), Arrival(4.5, 396, 1)]
+    assert workload_size("azure_conv", traces=tmp_path, count=7) == 3  # the header is one too many
+    assert workload_size("poisson", traces=tmp_path, count=7) == 7
     (mooncake,) = read_trace("mooncake_synthetic", tmp_path)
     ids = mooncake.prompt_ids(VOCAB_SIZE)
     assert ids == (3,) * 512 + (9,) * 188
     with pytest.raises(ValueError, match="say where with --traces"):
         list(read_trace("burstgpt", tmp_path))
+    with pytest.raises(ValueError, match="say where with --traces"):
+        workload_size("burstgpt", traces=tmp_path, count=1)
     with pytest.raises(ValueError, match="choose one of azure_conv"):
         workload("nothing", traces=tmp_path, rate=1, count=1)
 
@@ -213,7 +244,7 @@ def test_the_shared_traces(shared):
 
 def test_the_verb_prints_a_table_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
-    lines = []
+    lines, told = [], []
     reports = run(
         workload_name="two_tenants",
         policies=["fcfs", "vtc"],
@@ -221,7 +252,10 @@ def test_the_verb_prints_a_table_and_draws(tmp_path):
         count=22,
         plot=str(tmp_path / "plot.png"),
         out=lines.append,
+        progress=lambda *news: told.append(news),
     )
+    assert told[0] == ("fcfs", 0, 22) and told[-1] == ("vtc", 22, 22)
+    assert [done for policy, done, _ in told if policy == "fcfs"] == list(range(23))
     assert [report.policy for report in reports] == ["fcfs", "vtc"]
     text = "\n".join(lines)
     assert "ttft p50" in text and "heavy" in text and "light" in text

@@ -218,3 +218,17 @@ def test_files_with_wrong_values_are_refused_by_name(tmp_path, key, value):
         assert key.endswith(("token_type", "eos_token_id"))
         assert value in (None, 3)
         assert tokenizer.encode("ab") == [256]
+
+
+def test_the_fingerprint_is_of_what_it_does():
+    """Equal for equal tokenizers; another split of words shows even with the same tokens."""
+    plain = tiny.byte_level(merges=["1 4"], control=["<s>"])
+    assert plain.fingerprint() == tiny.byte_level(merges=["1 4"], control=["<s>"]).fingerprint()
+    others = [
+        tiny.byte_level(merges=["1 5"], control=["<s>"]),
+        tiny.byte_level(merges=["1 4"], user=["<s>"]),
+        tiny.byte_level(merges=["1 4"], control=["<s>"], chat_template="{{ 1 }}"),
+        tiny.byte_level(merges=["1 4"], control=["<s>"], eos_token_id=257),
+        tiny.byte_level(merges=["1 4"], control=["<s>"], pre="qwen2"),
+    ]
+    assert len({tokenizer.fingerprint() for tokenizer in [plain, *others]}) == 6
