@@ -223,8 +223,8 @@ class ChatRequest(Generating):
         super().check_fields()
         refuse_unless(
             self, echo=(False,), modalities=(["text"],), audio=(), web_search_options=(),
-            functions=([],), function_call=("none",), tool_choice=("none", "auto"),
-            chat_template=(), continue_final_message=(False,),
+            functions=([],), function_call=("none",), chat_template=(),
+            continue_final_message=(False,),
         )  # fmt: skip
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "invalid_value", "top_logprobs")

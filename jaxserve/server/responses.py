@@ -110,7 +110,8 @@ async def responses(request: Request):
     service.check_model(body.model)
     params = service.open_for(body.params())
     prompt = await encode_chat(service, _Chat(body))
-    style = service.style_of(prompt, [], single=False)
+    style = service.style_of(prompt)
+    params = await service.params_for(style, params)
     answer = Answer(service, body, work_of(request, "resp_", [prompt], params), style)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id, answer.error_event)

@@ -11,12 +11,14 @@ import orjson
 from starlette.requests import Request
 
 from jaxserve.config import ServerConfig
+from jaxserve.grammar import GrammarRefused
 from jaxserve.obs.metrics import Metrics
 from jaxserve.server import speech, structured
 from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
 from jaxserve.server.limits import read_body
 from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest, Generating
+from jaxserve.server.toolbox import Toolbox
 from jaxserve.types import SamplingParams
 
 TOKENIZER_THREADS = 2
@@ -95,10 +97,20 @@ class Service:
             message = f"{waiting} requests are waiting already (limit {limit}); try again later."
             raise ApiError(429, message, "queue_full", retry_after=1)
 
-    def style_of(self, prompt: list[int], functions: list[dict], *, single: bool) -> speech.Style:
+    def style_of(self, prompt: list[int], toolbox: Toolbox = speech.EMPTY) -> speech.Style:
         """How to read the answers to a rendered prompt; raises ApiError for tools that cannot."""
         parser = None if self.config.tool_parser == "auto" else self.config.tool_parser
-        return speech.style_of(self.tokenizer, prompt, functions, parser=parser, single=single)
+        return speech.style_of(self.tokenizer, prompt, toolbox, parser=parser)
+
+    async def params_for(self, style: speech.Style, params: SamplingParams) -> SamplingParams:
+        """params whose text can be read in this style, and keeps its rules."""
+        if style.needs_special:
+            params = dataclasses.replace(params, skip_special_tokens=False)
+        try:
+            grammar = await self.in_thread(style.grammar, params.grammar)
+        except GrammarRefused as error:
+            raise ApiError(400, f"tools: {error}", "invalid_grammar", "tools") from None
+        return dataclasses.replace(params, grammar=grammar)
 
     def timeout_s(self, asked: float | None) -> float:
         limit = self.config.request_timeout_s

@@ -18,6 +18,7 @@ from jaxserve.tokenizer.chat import ChatTemplate
 from jaxserve.tokenizer.sandbox import TemplateError
 
 PROBED_CHARS_PER_TOKEN = 8
+NEVER_MERGED = "\x02"  # in no vocabulary part of a longer token
 
 
 class Encoder(Protocol):
@@ -103,7 +104,7 @@ class Tokenizer:
     def _set_template(self, source: str | None) -> None:
         self.chat_template, self._chat = source, None
         if source is not None:
-            special = {text for text, token in self._added.items() if token in self.special_ids}
+            special = self._special_texts()
             self._chat = ChatTemplate(source, special, self._added, self._named_tokens())
             self._encode_sealed = self._encoder.sealed(self._chat.control)
 
@@ -140,6 +141,24 @@ class Tokenizer:
         )
         encode = self._encode_sealed if prompt.sealed else self._encoder.encode
         return self._begun_once(encode(prompt.text))
+
+    def output_encoder(self) -> Callable[[str], list[int]]:
+        """An encode for text inside an output: its tokens stand for the text's own bytes, with no
+        space put before them, and control tokens spelled in it are ordinary text."""
+        encode = self._encoder.sealed(self._special_texts())
+        return self._without_first_space(encode) if self.drops_first_space else encode
+
+    def _without_first_space(self, encode: Callable[[str], list[int]]):
+        def inside(text: str) -> list[int]:
+            ids, begun = encode(NEVER_MERGED + text), b""
+            for at, token in enumerate(ids):
+                begun += self._data[token]
+                if begun.endswith(NEVER_MERGED.encode()):
+                    return ids[at + 1 :]
+            ids = encode(text)  # a normaliser took it away
+            return ids[1:] if ids and self._data[ids[0]] == b" " else ids
+
+        return inside
 
     def max_chars_for(self, max_tokens: int) -> int:
         """No text of more characters fits in max_tokens: a free check before tokenising."""
@@ -185,6 +204,14 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """One token as text, for display: halves of characters show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+    def control_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of the texts that are control tokens of the vocabulary, with their ids."""
+        ids = {text: self._added[text] for text in texts if text in self._added}
+        return {text: token for text, token in ids.items() if token in self.special_ids}
+
+    def _special_texts(self) -> set[str]:
+        return {text for text, token in self._added.items() if token in self.special_ids}
 
     def is_special(self, token: int) -> bool:
         return token in self.special_ids

@@ -8,7 +8,8 @@ from fake_engine import MODEL, FakeEngine, text_of
 from test_chat import rendered
 from test_completions import error_of
 
-from tests.server.conftest import http, serving
+from jaxserve.grammar import Calls, framed
+from tests.server.conftest import Client, http, serving
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,28 @@ def test_bad_messages_are_refused_in_anthropics_shape(client, change):
     answer = client.post("/v1/messages", {"max_tokens": 5, "messages": HI} | change)
     assert answer.status_code == 400 and answer.json()["type"] == "error"
     assert set(answer.json()["error"]) == {"type", "message"}
+
+
+@pytest.mark.parametrize(
+    "choice, calls",
+    [
+        ({"type": "auto"}, None),
+        ({"type": "any"}, Calls("hermes", {"f": {}, "g": {}}, forced=True)),
+        ({"type": "tool", "name": "g"}, Calls("hermes", {"g": {}}, forced=True, single=True)),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            Calls("hermes", {"f": {}, "g": {}}, forced=True, single=True),
+        ),
+    ],
+)
+def test_messages_that_must_use_tools(engine, choice, calls):
+    client = Client(engine, tool_parser="hermes")
+    tools = [{"name": name, "input_schema": {}} for name in "fg"]
+    body = {"max_tokens": 5, "messages": HI, "tools": tools, "tool_choice": choice}
+    assert client.post("/v1/messages", body).status_code == 200
+    assert engine.calls[0].params.grammar == framed(None, calls, None)
+    refused = client.post("/v1/messages", body | {"tool_choice": {"type": "tool", "name": "h"}})
+    assert refused.status_code == 400 and "'h'" in refused.text.replace('\\"', "'")
 
 
 def test_response_by_openais_package(api):

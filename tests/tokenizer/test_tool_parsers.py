@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxserve.tokenizer.reasoning import ReasoningSplitter, opens_reasoning
 from jaxserve.tokenizer.tools import PARSERS, CallDelta, ToolCall, find_parser, parse
 
-NAMES = ["get_weather", "add"]
+NAMES = {"get_weather": {}, "add": {}}
 WEATHER = '{"city": "Zürich \\"x\\" }", "days": [1, {"a": null}]}'
 ANSWERS = {
     "hermes": (
@@ -125,6 +125,7 @@ def test_newer_mistral_calls(text, calls):
         ("pythonic", "[add(a=open)]"),
         ("pythonic", "[add(a=" + "(" * 2000 + ")" * 2000 + ")]"),
         ("pythonic", "[add(a=1"),
+        ("pythonic", "[add(a=1e999)]"),
         ("pythonic", ""),
     ],
 )
@@ -149,6 +150,13 @@ def test_arguments_are_sent_as_written(text, arguments):
     for size in (1, 4, 10**6):
         events = stream(PARSERS["hermes"](), cut(text, size))
         assert put_together(events) == ("", [ToolCall("f", arguments)])
+
+
+def test_halves_of_characters_stay_escapes():
+    text = '[add(a="\\ud83d\\ude00", b="\\ud83d")]'
+    (call,) = parse(PARSERS["pythonic"](NAMES), text)[1]
+    assert call.arguments.isascii()
+    assert json.loads(call.arguments) == {"a": "😀", "b": "\ud83d"}
 
 
 def test_content_before_and_after_calls():
@@ -198,7 +206,7 @@ def test_the_parser_that_fits_a_template(shared):
 
 
 def test_parsers_by_name():
-    assert find_parser("mistral", None).needs_special
+    assert find_parser("mistral", None) is PARSERS["mistral"]
     assert find_parser(None, None) is None
     with pytest.raises(ValueError, match="hermes"):
         find_parser("unknown", None)
