@@ -45,9 +45,8 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
 
 
-@functools.cache
-def byte_tokenizer() -> Tokenizer:
-    """A real tokenizer over bytes, with a ChatML template, loaded from a Hugging Face folder."""
+def write_byte_tokenizer(folder: pathlib.Path, template: str) -> None:
+    """A tokenizer over bytes, as the files of a Hugging Face folder."""
     added = [
         {"id": token, "content": name, "special": True, "single_word": False, "lstrip": False,
          "rstrip": False, "normalized": False}
@@ -67,12 +66,17 @@ def byte_tokenizer() -> Tokenizer:
         },
     }  # fmt: skip
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    settings |= {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """A real tokenizer over bytes, with a ChatML template, loaded from a Hugging Face folder."""
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        return load(folder)
+        write_byte_tokenizer(pathlib.Path(name), TEMPLATE)
+        return load(pathlib.Path(name))
 
 
 def letter(prompt_sum, index, position) -> int:
