@@ -81,6 +81,7 @@ class AsyncEngine:
         *,
         config: EngineConfig,
         model_name: str = "model",
+        hidden_size: int = 0,
         memory_table=None,
         description: str = "",
         warm_up: Callable[[], None] = lambda: None,
@@ -93,6 +94,7 @@ class AsyncEngine:
         self.model_name = model_name
         self.max_model_len = config.max_model_len
         self.vocab_size = tokenizer.vocab_size
+        self.hidden_size = hidden_size  # of what pooling gives
         self.memory_table = memory_table
         self.description = description
         self._warm_up = warm_up
@@ -126,6 +128,7 @@ class AsyncEngine:
             parts.tokenizer,
             config=parts.config,
             model_name=parts.model_name,
+            hidden_size=parts.model.config.hidden_size,
             memory_table=parts.memory_table,
             description=parts.description,
             warm_up=parts.warm_up,

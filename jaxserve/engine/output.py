@@ -148,6 +148,7 @@ class OutputStage:
                 delta.text += choice.stream.finish()
             delta.stop_reason = sequence.stop_reason
             delta.error = event.error
+            delta.pooled = event.pooled
             self._drop(sequence.id)
         return delta
 

@@ -67,6 +67,8 @@ class ActiveBatch:
         """Pages that hold its beginning already; its last token at least is left to compute."""
         if not self.limits.prefix_caching:
             return []
+        if sequence.request.params.pooling == "mean":
+            return []  # a hidden state must be computed to be counted
         scored = sequence.index == 0 and sequence.request.params.prompt_logprobs is not None
         if scored and sequence.num_scored < sequence.num_prompt:
             return []  # a position must be computed to be scored, and choice 0 scores for all

@@ -409,7 +409,7 @@ class Scheduler:
             event.finish = reason
             self._end(event.sequence, reason, stop_reason)
         for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
-            self._end_if_scored(plan.sequences[row], events)
+            self._end_if_scored(plan.sequences[row], result.pooled.get(row), events)
         if self._followers:
             self._queue_followers()
         return events
@@ -444,11 +444,11 @@ class Scheduler:
                 ended.append((event, FinishReason.LENGTH, None))
         return ended
 
-    def _end_if_scored(self, sequence: Sequence, events: list[TokenEvent]) -> None:
-        """A request for no tokens ends when its prompt is computed."""
+    def _end_if_scored(self, sequence: Sequence, pooled, events: list[TokenEvent]) -> None:
+        """A request for no tokens ends when its prompt is computed, with what was pooled of it."""
         computed = self._slots.computed_N[sequence.slot]
         if sequence.max_total == sequence.num_prompt and computed == sequence.num_prompt:
-            events.append(TokenEvent(sequence, None, FinishReason.LENGTH))
+            events.append(TokenEvent(sequence, None, FinishReason.LENGTH, pooled=pooled))
             self._end(sequence, FinishReason.LENGTH)
 
     def _queue_followers(self) -> None:

@@ -24,6 +24,7 @@ from jaxserve.server import (
     anthropic,
     chat,
     completions,
+    embeddings,
     errors,
     openapi,
     pages,
@@ -38,7 +39,7 @@ from jaxserve.server.service import Service
 
 logger = logging.getLogger("jaxserve.server")
 
-FAMILIES = (completions, chat, responses, anthropic, tokens, status, pages)
+FAMILIES = (completions, chat, responses, anthropic, embeddings, tokens, status, pages)
 FLUSH_S = 5.0  # after the engine has drained, how long answers may take to leave
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
 from starlette.requests import Request
 
 from jaxserve.server.service import Service, caller_of, service_of
@@ -22,6 +23,10 @@ from jaxserve.types import (
     SamplingParams,
     TokenLogprob,
 )
+
+# Prompts of one request that the engine has at once. The others wait here, where they take no place
+# in the queue that all clients share.
+MAX_IN_FLIGHT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pooled: np.ndarray | None = None  # float32 [hidden size]
 
     def add(self, delta: OutputDelta) -> None:
         self.text.append(delta.text)
@@ -80,6 +86,7 @@ class Choice:
         if delta.finish_reason is not None:
             self.finish_reason = finish_name(delta.finish_reason)
             self.stop_reason = delta.stop_reason
+            self.pooled = delta.pooled
 
 
 @dataclasses.dataclass
@@ -143,11 +150,12 @@ async def _one(service, work, prompt_index) -> AsyncIterator[list[tuple[int, Out
 
 
 async def _several(service, work) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
-    """Runs every prompt at once. The first to fail ends them all."""
+    """Runs many prompts at once. The first to fail ends them all."""
     news: asyncio.Queue = asyncio.Queue(maxsize=2 * len(work.prompts))
+    places = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def feed(prompt_index):
-        async with contextlib.aclosing(_one(service, work, prompt_index)) as source:
+        async with places, contextlib.aclosing(_one(service, work, prompt_index)) as source:
             async for batch in source:
                 await news.put(batch)
 
@@ -209,6 +217,7 @@ def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         stop_reason=second.stop_reason,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+        pooled=second.pooled,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import time
 
 import orjson
@@ -17,14 +18,13 @@ from jaxserve.server import speech, structured
 from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
 from jaxserve.server.limits import read_body
-from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest, Generating
+from jaxserve.server.protocol import MAX_PROMPTS, Body, Generating
 from jaxserve.server.toolbox import Toolbox
 from jaxserve.types import SamplingParams
 
 TOKENIZER_THREADS = 2
 # Bodies above this are parsed in a thread: a list of a million ids takes 0.3 s to validate.
 INLINE_BODY_BYTES = 128 << 10
-FALLBACK_CHARS_A_TOKEN = 128  # no vocabulary has longer tokens but for runs of spaces
 
 
 @dataclasses.dataclass
@@ -45,13 +45,6 @@ class Service:
     @property
     def tokenizer(self):
         return self.engine.tokenizer
-
-    @property
-    def max_prompt_chars(self) -> int:
-        """Characters that no prompt within the model's context can exceed."""
-        longest = getattr(self.tokenizer, "max_chars_for", None)
-        tokens = self.engine.max_model_len
-        return longest(tokens) if longest else tokens * FALLBACK_CHARS_A_TOKEN
 
     async def in_thread(self, function, *arguments):
         """Result of a CPU-bound call, made where it blocks neither event loop nor engine."""
@@ -121,32 +114,45 @@ class Service:
 
     # Prompts
 
-    async def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """Token ids of each prompt of the request, checked against vocabulary and context."""
-        prompts = _prompt_list(body.prompt)
-        if len(prompts) * (body.n or 1) > MAX_PROMPTS:
-            message = f"{len(prompts)} prompts with n={body.n or 1}: at most {MAX_PROMPTS} in all"
-            raise ApiError(400, message, "invalid_value", "prompt")
+    async def encode_prompts(
+        self, prompt: str | list, *, special: bool = True, n: int = 1, field: str = "prompt"
+    ) -> list[list[int]]:
+        """Token ids of one prompt or several, checked against vocabulary and context.
+
+        n: choices of each; field: the one to blame.
+        """
+        prompts = _prompt_list(prompt)
+        if len(prompts) * n > MAX_PROMPTS:
+            message = f"{field}: {len(prompts)} of them with n={n}: at most {MAX_PROMPTS} in all"
+            raise ApiError(400, message, "invalid_value", field)
         for prompt in prompts:
-            self.check_chars(len(prompt) if isinstance(prompt, str) else 0, "prompt")
+            self.check_chars(len(prompt) if isinstance(prompt, str) else 0, field)
         if any(isinstance(prompt, str) for prompt in prompts):
-            special = body.add_special_tokens is not False
-            prompts = await self.in_thread(self._encode_all, prompts, special)
+            encode = functools.partial(self._encode, special=special, field=field)
+            prompts = await self.in_thread(lambda: [encode(prompt) for prompt in prompts])
         for ids in prompts:
-            self.check_prompt(ids, "prompt")
+            self.check_prompt(ids, field)
         return prompts
 
-    def _encode_all(self, prompts: list, special: bool) -> list[list[int]]:
-        return [
-            self.tokenizer.encode(prompt, add_special_tokens=special)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+    def _encode(self, prompt: str | list[int], special: bool, field: str) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        self.check_fits(prompt, field)
+        return self.tokenizer.encode(prompt, add_special_tokens=special)
+
+    def check_fits(self, text: str, param: str) -> None:
+        """Refuses text of too many tokens after a look at its beginning. Tokenises some: for a
+        thread."""
+        limit = self.engine.max_model_len
+        if self.tokenizer.cannot_fit(text, limit):
+            message = (
+                f"This model's context is {limit} tokens and the {param} has more. Shorten it."
+            )
+            raise ApiError(400, message, "context_length_exceeded", param)
 
     def check_chars(self, count: int, param: str) -> None:
-        """Refuses text that cannot fit before a tokenizer spends seconds on finding out."""
-        limit = self.max_prompt_chars
+        """Refuses text that cannot fit at a glance, before it waits for a thread."""
+        limit = self.tokenizer.max_chars_for(self.engine.max_model_len)
         if count > limit:
             message = (
                 f"The prompt has {count} characters; with a context of {self.engine.max_model_len} "

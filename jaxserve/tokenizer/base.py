@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from jaxserve.tokenizer.chat import ChatTemplate
+from jaxserve.tokenizer.chat import ChatTemplate, Prompt
 from jaxserve.tokenizer.sandbox import TemplateError
 
 PROBED_CHARS_PER_TOKEN = 8
@@ -123,10 +123,14 @@ class Tokenizer:
             ids = ids + self.end
         return self._begun_once(ids)
 
-    def encode_chat(
+    def encode_chat(self, messages: Sequence[dict], **arguments) -> list[int]:
+        """Ids of a chat, laid out by the model's template: render_chat, then encode_rendered."""
+        return self.encode_rendered(self.render_chat(messages, **arguments))
+
+    def render_chat(
         self, messages: Sequence[dict], *, tools=None, add_generation_prompt=True, **template_kwargs
-    ) -> list[int]:
-        """Ids of a chat, laid out by the model's template, with exactly one begin token if wanted.
+    ) -> Prompt:
+        """A chat as the model's template lays it out.
 
         Control tokens come from the template alone: spelled in a message, a tool or an argument
         they are ordinary text. Raises TemplateError, a ValueError that says what to do.
@@ -136,9 +140,12 @@ class Tokenizer:
                 "this model has no chat template; send the text to /v1/completions (LLM.generate), "
                 "or give a Jinja file with --chat_template"
             )
-        prompt = self._chat.render(
+        return self._chat.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
+
+    def encode_rendered(self, prompt: Prompt) -> list[int]:
+        """Ids of a laid out chat, with exactly one begin token if the model wants one."""
         encode = self._encode_sealed if prompt.sealed else self._encoder.encode
         return self._begun_once(encode(prompt.text))
 

@@ -208,3 +208,10 @@ def test_optional_arguments_in_python_calls(compiler):
     spec = framed(None, Calls("pythonic", {"f": schema}, forced=True), None)
     assert accepts(compiler, spec, "[f(b=true, c=true)]")
     assert not accepts(compiler, spec, "[f(a=true, c=true)]")
+
+
+def test_tools_are_bounded_in_sum():
+    schema = {"type": "object", "properties": {"a": {"const": "x" * 10_000}}}
+    functions = {f"f{i}": schema for i in range(20)}
+    with pytest.raises(GrammarRefused, match="at most"):
+        framed(None, Calls("hermes", functions), None)

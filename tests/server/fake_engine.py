@@ -17,6 +17,8 @@ import tempfile
 import time
 from types import SimpleNamespace
 
+import numpy as np
+
 from jaxserve.tokenizer import Tokenizer, load
 from jaxserve.types import (
     EngineFailed,
@@ -114,7 +116,7 @@ class FakeEngine:
         self.tokenizer = copy.copy(byte_tokenizer())
         self.config = SimpleNamespace(max_queued=max_queued)
         self.model_name, self.max_model_len, self.vocab_size = MODEL, max_model_len, VOCAB
-        self.description = "fake"
+        self.description, self.hidden_size = "fake", 3
         self.state = "ready"
         self.open: dict[str, SimpleNamespace] = {}  # running requests: prompt_ids and arguments
         self.calls: list[SimpleNamespace] = []
@@ -246,6 +248,7 @@ class _Choice:
             stop_reason=getattr(self, "stop_reason", None),
             prompt_logprobs=self._prompt_scores() if first and self.index == 0 else None,
             num_cached_tokens=0,
+            pooled=self._pooled() if self.finish is FinishReason.LENGTH else None,
         )
 
     def _next(self) -> int:
@@ -285,6 +288,12 @@ class _Choice:
                 self.sent = 1
                 return whole[: whole.index(stop)]
         return whole if self.finish is not None and self.sent == 0 else ""
+
+    def _pooled(self):
+        """(3 x tokens, 4 x tokens, 0), or its opposite for last: of length 5 x tokens."""
+        sign = {None: 0, "mean": 1, "last": -1}[self.call.params.pooling]
+        count = sign * len(self.call.prompt_ids)
+        return np.float32([3 * count, 4 * count, 0]) if count else None
 
     def _prompt_scores(self):
         count = self.call.params.prompt_logprobs

@@ -6,6 +6,7 @@ The model writes nonsense, so what holds its output to a form is the grammar alo
 import json
 import shutil
 
+import numpy as np
 import openai
 import pytest
 from fake_engine import EOS, TEMPLATE, write_byte_tokenizer
@@ -163,6 +164,20 @@ def test_choices_differ_and_seeds_repeat_them(api):
     assert first.usage.completion_tokens == sum(
         len(choice.logprobs.content) for choice in first.choices
     )
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings(api, stack, pooling):
+    embed = lambda texts, **more: api.embeddings.create(
+        model="tiny", input=texts, extra_body={"pooling": pooling}, **more
+    )
+    texts = ["a word", "another one, longer than a step " * 8, "a word"]
+    vectors = [item.embedding for item in embed(texts, encoding_format="float").data]
+    assert [len(vector) for vector in vectors] == [stack.engine.hidden_size] * 3 == [64] * 3
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1, 1])
+    assert vectors[0] == vectors[2] != vectors[1]
+    alone = embed(texts[1]).data[0].embedding  # as base64, which the client asks for
+    assert alone == pytest.approx(vectors[1], abs=1e-6)
 
 
 def test_a_stream_that_is_left_gives_its_pages_back(api, stack):
