@@ -72,14 +72,19 @@ def serve(
     cache_dir,
 ) -> int:
     from jaxserve.obs.metrics import Metrics
+    from jaxserve.obs.tracing import Tracing
     from jaxserve.server import app
 
     start = time.monotonic()
+    endpoint = server_config.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing.connect(endpoint)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with Progress(errors) as progress:
         engine = _start(engine_config, scheduling, progress, cache_dir)
         metrics = Metrics(engine.stats, engine.model_name)
         engine.observe(metrics)
+        if tracing is not None:
+            engine.observe(tracing)
 
         def announce(url: str) -> None:
             """Called once the port is open; says how to use it once the engine is warm."""
@@ -87,7 +92,7 @@ def serve(
                 target=_greet, args=(engine, url, progress, start), daemon=True
             ).start()
 
-        app.serve(engine, server_config, metrics=metrics, on_listening=announce)
+        app.serve(engine, server_config, metrics=metrics, tracing=tracing, on_listening=announce)
     return 0
 
 

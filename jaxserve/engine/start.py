@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import pathlib
 import platform
+import time
 from collections.abc import Callable
 
 import jax
@@ -42,6 +43,12 @@ class Engine:
     memory_table: memory.MemoryTable
     description: str  # one line: what it runs with
     warm_up: Callable[[], None]  # compiles the programs; the first step needs them
+
+    @staticmethod
+    def trace(folder: pathlib.Path, seconds: float) -> None:
+        """Profiles the devices for so long, on a thread of its own."""
+        with jax.profiler.trace(str(folder)):
+            time.sleep(seconds)
 
     @property
     def model_name(self) -> str:

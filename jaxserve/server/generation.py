@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import numpy as np
 from starlette.requests import Request
 
+from jaxserve.obs.metrics import Stopwatch
+from jaxserve.obs.tracing import CONTEXT_HEADERS, RequestSpan
 from jaxserve.server.service import Service, caller_of, service_of
 from jaxserve.types import (
     FinishReason,
@@ -31,7 +33,8 @@ MAX_IN_FLIGHT = 128
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one HTTP request asks of the engine. arrived: on time.monotonic's clock."""
+    """What one HTTP request asks of the engine. arrived: on time.monotonic's clock. trace: the
+    headers that name the client's span."""
 
     id: str
     prompts: list[list[int]]
@@ -41,6 +44,7 @@ class Work:
     timeout_s: float | None = None
     cache_salt: str = ""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
+    trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,6 +66,7 @@ def work_of(
         timeout_s=service.timeout_s(extra("timeout")),
         cache_salt=service.cache_salt(request, extra("cache_salt")),
         arrived=request.state.arrived,
+        trace={k: request.headers[k] for k in CONTEXT_HEADERS if k in request.headers},
     )
 
 
@@ -121,26 +126,46 @@ async def run(service: Service, work: Work) -> AsyncIterator[list[tuple[int, Out
     A delta's index counts the choices of its prompt. Raises what the engine raises; times and ends
     of the request go to the metrics.
     """
-    watch = service.metrics.stopwatch(work.arrived, work.num_prompt_tokens)
+    watches = _watches(service, work)
     source = _one(service, work, 0) if len(work.prompts) == 1 else _several(service, work)
     reason = "abort"
     try:
         async with contextlib.aclosing(source):
             async for batch in source:
-                watch.saw_tokens(sum(len(delta.token_ids) for _, delta in batch))
+                count = sum(len(delta.token_ids) for _, delta in batch)
+                for watch in watches:
+                    watch.saw_tokens(count)
                 yield batch
                 ended = [delta.finish_reason for _, delta in batch if delta.finish_reason]
                 reason = finish_name(ended[-1]) if ended else reason
     except RequestRefused as refusal:
-        service.metrics.count_refusal(refusal.code)
-        watch = None
+        for watch in watches:
+            watch.refused(refusal.code)
+        watches = []
         raise
     except Exception:
         reason = "error"
         raise
     finally:
-        if watch is not None:
+        for watch in watches:
             watch.end(reason)
+
+
+def _watches(service: Service, work: Work) -> list[Stopwatch | RequestSpan]:
+    """Who follows this request."""
+    watches = [service.metrics.stopwatch(work.arrived, work.num_prompt_tokens)]
+    if service.tracing is not None:
+        params = work.params
+        attributes = {
+            "gen_ai.request.model": service.engine.model_name,
+            "gen_ai.usage.input_tokens": work.num_prompt_tokens,
+            "gen_ai.request.choice.count": len(work.prompts) * params.n,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.max_tokens": params.max_tokens or 0,
+        }
+        span = service.tracing.request(work.id, work.arrived, work.trace, attributes)
+        watches.append(span)
+    return watches
 
 
 async def _one(service, work, prompt_index) -> AsyncIterator[list[tuple[int, OutputDelta]]]:

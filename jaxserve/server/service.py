@@ -14,6 +14,7 @@ from starlette.requests import Request
 from jaxserve.config import ServerConfig
 from jaxserve.grammar import GrammarRefused
 from jaxserve.obs.metrics import Metrics
+from jaxserve.obs.tracing import Tracing
 from jaxserve.server import speech, structured
 from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
@@ -34,6 +35,7 @@ class Service:
     engine: object  # AsyncEngine, or anything that keeps its contract
     config: ServerConfig
     metrics: Metrics
+    tracing: Tracing | None = None
     salts: CacheSalts = dataclasses.field(default_factory=CacheSalts)
     started: int = dataclasses.field(default_factory=lambda: int(time.time()))
     pool: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
@@ -41,6 +43,8 @@ class Service:
             TOKENIZER_THREADS, thread_name_prefix="tokenizer"
         )
     )
+
+    profiling: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
     @property
     def tokenizer(self):
