@@ -47,7 +47,8 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ValueError(
-                f"--otlp_traces_endpoint needs OpenTelemetry ({error}); pip install 'jaxserve[otel]'"
+                f"--otlp_traces_endpoint needs OpenTelemetry ({error}): "
+                "pip install 'jaxserve[otel]'"
             ) from None
         provider = TracerProvider(resource=Resource.create({"service.name": "jaxserve"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
