@@ -105,7 +105,7 @@ class Tokenizer:
         self.chat_template, self._chat = source, None
         if source is not None:
             special = self._special_texts()
-            self._chat = ChatTemplate(source, special, self._added, self._named_tokens())
+            self._chat = ChatTemplate(source, special, self._added, self.named_tokens)
             self._encode_sealed = self._encoder.sealed(self._chat.control)
 
     # ---- text to ids
@@ -226,8 +226,9 @@ class Tokenizer:
     def _known(self, ids: Iterable[int]) -> Iterable[int]:
         return (token for token in ids if 0 <= token < self.vocab_size)
 
-    def _named_tokens(self) -> dict[str, str]:
-        """The tokens that templates call by name, as text."""
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that templates call by name, as text; "" for those the model lacks."""
         named = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
         return {f"{k}_token": "" if v is None else self._pieces[v] for k, v in named.items()}
 
