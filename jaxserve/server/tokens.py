@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: what the model's tokenizer makes of text, and back."""
+"""The model's tokenizer over HTTP: /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
