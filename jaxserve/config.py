@@ -166,7 +166,17 @@ class ServerConfig:
     tool_parser: str = setting(
         "auto",
         "Format of the model's tool calls. auto: the one that its chat template shows.",
-        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic"),
+        choices=(
+            "auto",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "pythonic",
+            "qwen3_coder",
+            "deepseek_v3",
+            "phi4",
+            "gemma4",
+        ),
     )
     client_timeout_s: float = setting(
         60.0, "Longest silence of a client that sends a request or reads an answer."

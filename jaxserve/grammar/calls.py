@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jaxserve.grammar.schema import ANNOTATIONS, check_schema
 from jaxserve.grammar.spec import GrammarRefused, GrammarSpec, bounded, schema_options
+from jaxserve.tokenizer.tools.tagged import kinds_of
 
 NAME, ARGUMENTS = "<NAME>", "<ARGUMENTS>"  # no tool's name holds < or >
 SPACES = r"/[ \t\r\n]{0,8}/"
@@ -114,6 +115,7 @@ def _call_rules(calls: Calls) -> dict[str, str]:
             before = literal(before)
         rules[f"call_{i}"] = f"{before} {arguments} {literal(after)}"
     rules["call"] = " | ".join(rules)
+    rules |= form.rules
     mark = literal(form.mark)
     next_one = f"{literal(form.between)} {mark if form.repeats else ''} call"
     more = "" if calls.single else f"({next_one})*"
@@ -151,6 +153,34 @@ def _python_arguments(name: str, schema: dict, literal) -> str:
             raise GrammarRefused(f"{name}.parameters: {key!r} cannot be an argument's name")
         parts.append((f"{literal(f'{key}=')} {_json(value)}", required))
     return _in_order(parts, literal(", "))
+
+
+def _tagged_arguments(name: str, schema: dict, literal) -> str:
+    """<parameter=key> value </parameter>, a line each: bare text for strings, else JSON."""
+    parts = []
+    for key, value, required in _properties(name, schema, "qwen3_coder"):
+        if re.search(r"[<>\n]", key):
+            raise GrammarRefused(f"{name}.parameters: {key!r} cannot be an argument's name")
+        text = _bare_text(f"{name}.parameters / {key}", value, literal)
+        shown = f"{literal(f'<parameter={key}>' + chr(10))} {text}"
+        parts.append(f"{shown}" if required else f"({shown})?")
+    return " ".join(parts)
+
+
+def _bare_text(where: str, schema: dict | bool, literal) -> str:
+    """A value and the end of its tag."""
+    end = "\n</parameter>\n"
+    if kinds_of(schema) != {"string"}:
+        return f"{_json(schema)} {literal(end)}"
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if unknown := sorted(schema.keys() - {"type", "enum", "const", *DEFINITIONS, *ANNOTATIONS}):
+        raise GrammarRefused(f"{where}: {unknown[0]!r} is not enforced in qwen3_coder calls")
+    if values is None:
+        return "bare_text"
+    texts = [value for value in values if isinstance(value, str) and "</parameter>" not in value]
+    if not texts:
+        raise GrammarRefused(f"{where}: no value that can be written as bare text")
+    return f"({' | '.join(literal(text + end) for text in texts)})"
 
 
 def _in_order(parts: list[tuple[str, bool]], comma: str) -> str:
@@ -193,7 +223,8 @@ class CallFormat:
     call: one of them, with NAME and ARGUMENTS in their places. repeats: the mark stands before
     every call, and there is neither begin nor end. arguments(name, schema, literal): Lark for the
     arguments of a tool. in_json: calls begin as answers in JSON may, so the grammar must be made of
-    the same symbols: its lexer takes the longest one it can, and does not come back.
+    the same symbols: its lexer takes the longest one it can, and does not come back. rules: more
+    Lark that the arguments use.
     """
 
     call: str
@@ -204,6 +235,7 @@ class CallFormat:
     end: str = ""
     repeats: bool = False
     in_json: bool = False
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 FORMATS = {
@@ -222,6 +254,27 @@ FORMATS = {
         call=f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}',
         between=", ",
         end="]",
+    ),
+    "phi4": CallFormat(
+        mark="functools[",
+        call=f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}',
+        between=", ",
+        end="]",
+    ),
+    "deepseek_v3": CallFormat(
+        mark="<｜tool▁calls▁begin｜>",
+        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+        f"{NAME}\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    "qwen3_coder": CallFormat(
+        mark="<tool_call>",
+        call=f"\n<function={NAME}>\n{ARGUMENTS}</function>\n</tool_call>",
+        between="\n",
+        repeats=True,
+        arguments=_tagged_arguments,
+        rules={"bare_text[lazy]": r"/(.|\n)*\n<\/parameter>\n/"},
     ),
     "pythonic": CallFormat(
         begin="[", call=f"{NAME}({ARGUMENTS})", between=", ", end="]", arguments=_python_arguments

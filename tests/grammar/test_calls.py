@@ -41,6 +41,22 @@ ANSWERS = {
         ', {"name": "now", "arguments": {}}',
         "]",
     ],
+    "phi4": [
+        f'functools[{{"name": "weather", "arguments": {WEATHER}}}',
+        ', {"name": "now", "arguments": {}}',
+        "]",
+    ],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        f"```json\n{WEATHER}\n```<｜tool▁call▁end｜>",
+        "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ],
+    "qwen3_coder": [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ],
     "pythonic": ['[weather(city="Zürich", days=3)', ", now()", "]"],
 }
 
@@ -189,12 +205,27 @@ def test_nothing_asked_nothing_framed():
         ("pythonic", {"properties": {"from": {}}}, "'from'"),
         ("pythonic", {"minProperties": 2}, "'minProperties'"),
         ("pythonic", {"required": ["x"]}, "'x'"),
-        ("unheard", {}, "unheard"),
+        ("qwen3_coder", {"properties": {"a<": {}}}, "'a<'"),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "maxLength": 3}}}, "'maxLength'"),
+        ("qwen3_coder", {"properties": {"a": {"const": "</parameter>"}}}, "bare text"),
+        ("gemma4", {}, "gemma4"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(name, schema, rule):
     with pytest.raises(GrammarRefused, match=rule):
         framed(None, Calls(name, {"f": schema}), None)
+
+
+def test_bare_text_in_tagged_calls(compiler):
+    schema = {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}, "required": ["b"]}
+    spec = framed(None, Calls("qwen3_coder", {"f": schema}, forced=True, single=True), None)
+    call = lambda *lines: "\n".join(["<tool_call>", "<function=f>", *lines, "</tool_call>"])
+    text = ["<parameter=a>", 'any\n"text" <b>', "</parameter>"]
+    flag = ["<parameter=b>", "true", "</parameter>"]
+    for lines in ([*text, *flag], flag):
+        assert accepts(compiler, spec, call(*lines, "</function>"))
+    for lines in (text, [], [*flag, *text], ["<parameter=b>", "yes", "</parameter>"]):
+        assert not accepts(compiler, spec, call(*lines, "</function>"))
 
 
 def test_optional_arguments_in_python_calls(compiler):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 
-from jaxserve.tokenizer.stream import StopStrings
 from jaxserve.tokenizer.tools.parser import END, SPACES, ToolParser, json_string
 
 
@@ -69,6 +68,33 @@ class JsonCallParser(ToolParser):
         call.end()
         return call.name is not None
 
+    def _json_list(self) -> Generator[None, str, bool]:
+        """Calls in a list whose [ was just read. False if there is none."""
+        found = False
+        while (yield from self._word()) == "{" and (yield from self._json_call(("arguments",))):
+            self._seen.clear()
+            found = True
+            if (yield from self._word()) != ",":
+                break
+        if found:
+            self._seen.clear()
+        return found
+
+    def _object_text(self, char: str):
+        """Like _json_value, but leaves the character behind the object unread."""
+        depth, quoted, escaped = 0, False, False
+        while char != END:
+            self._arguments(char)
+            if quoted:
+                quoted = char != '"' or escaped
+                escaped = char == "\\" and not escaped
+            else:
+                quoted = char == '"'
+                depth += (char in "{[") - (char in "}]")
+                if depth == 0:
+                    return
+            char = yield from self._char()
+
 
 class _JsonCall:
     """A call while the members of its object come in, in any order.
@@ -120,17 +146,11 @@ class HermesParser(JsonCallParser):
     def _read(self):
         while (yield from self._until("<tool_call>")):
             if (yield from self._word()) == "{" and (yield from self._json_call(("arguments",))):
-                yield from self._close("</tool_call>")
+                yield from self._text_up_to("</tool_call>")
+                self._seen.clear()
             else:
                 self._give_back()
         yield from self._rest()
-
-    def _close(self, mark: str):
-        """Reads over the end of a call."""
-        stops, state, found = StopStrings([mark]), 0, None
-        while found is None and (char := (yield)) != END:
-            state, found, _ = stops.scan(state, char)
-        self._seen.clear()
 
 
 class Llama3Parser(JsonCallParser):
@@ -158,21 +178,12 @@ class MistralParser(JsonCallParser):
     def _read(self):
         while (yield from self._until("[TOOL_CALLS]")):
             char = yield from self._word()
-            found = (yield from self._list()) if char == "[" else (yield from self._named(char))
+            found = (
+                (yield from self._json_list()) if char == "[" else (yield from self._named(char))
+            )
             if not found:
                 self._give_back()
         yield from self._rest()
-
-    def _list(self):
-        found = False
-        while (yield from self._word()) == "{" and (yield from self._json_call(("arguments",))):
-            self._seen.clear()
-            found = True
-            if (yield from self._word()) != ",":
-                break
-        if found:
-            self._seen.clear()
-        return found
 
     def _named(self, char: str):
         name = ""
@@ -188,17 +199,56 @@ class MistralParser(JsonCallParser):
         self._seen.clear()
         return True
 
-    def _object_text(self, char: str):
-        """Like _json_value, but leaves the character behind the object unread."""
-        depth, quoted, escaped = 0, False, False
-        while char != END:
-            self._arguments(char)
-            if quoted:
-                quoted = char != '"' or escaped
-                escaped = char == "\\" and not escaped
+
+class Phi4Parser(JsonCallParser):
+    """functools[{"name": ..., "arguments": {...}}, ...]: Phi-4-mini."""
+
+    name = "phi4"
+    marks = ("functools[",)
+
+    def _read(self):
+        while (yield from self._until("functools[")):
+            if not (yield from self._json_list()):
+                self._give_back()
+        yield from self._rest()
+
+
+class DeepSeekParser(JsonCallParser):
+    """Control tokens around a kind, a name and a fenced block of JSON: DeepSeek V3 and R1. V3.1
+    writes the name in place of the kind, and JSON without a fence."""
+
+    BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    CALL_BEGIN, NAME, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    name = "deepseek_v3"
+    marks = (BEGIN, CALL_BEGIN, NAME, CALL_END, ALL_END)
+
+    def _read(self):
+        while (yield from self._until(self.BEGIN)):
+            found = False
+            while (yield from self._call()):
+                found = True
+                self._seen.clear()
+            if found:
+                self._seen.clear()  # the end of all
             else:
-                quoted = char == '"'
-                depth += (char in "{[") - (char in "}]")
-                if depth == 0:
-                    return
-            char = yield from self._char()
+                self._give_back()
+        yield from self._rest()
+
+    def _call(self):
+        if (yield from self._word()) != "<":
+            return False
+        mark = yield from self._text_up_to(">")
+        if mark is None or f"<{mark}>" != self.CALL_BEGIN:
+            return False
+        name = yield from self._text_up_to(self.NAME)
+        char = END if name is None else (yield from self._word())
+        if char not in ("{", END):
+            name = yield from self._text_up_to("```json")
+            name = None if name is None else char + name
+            char = END if name is None else (yield from self._word())
+        if char != "{" or not self._callable(name.strip()):
+            return False
+        self._begin(name.strip())
+        yield from self._object_text(char)
+        yield from self._text_up_to(self.CALL_END)
+        return True

@@ -137,20 +137,30 @@ class ToolParser:
                 return False
         return True
 
-    def _until(self, mark: str) -> Generator[None, str, bool]:
-        """Content up to a mark, which goes to _seen. False at the end of the text."""
-        stops, state, held = StopStrings([mark]), 0, ""
+    def _until(self, *marks: str) -> Generator[None, str, str | None]:
+        """Content up to one of the marks, which goes to _seen. None at the end of the text."""
+        stops, state, held = StopStrings(marks), 0, ""
         while (char := (yield)) != END:
             held += char
             state, found, _ = stops.scan(state, char)
-            safe = len(held) - (len(mark) if found else stops.depth[state])
+            safe = len(held) - (len(found) if found else stops.depth[state])
             self._content(held[:safe])
             held = held[safe:]
             if found:
-                self._seen[:] = [mark]
-                return True
+                self._seen[:] = [found]
+                return found
         self._content(held)
-        return False
+        return None
+
+    def _text_up_to(self, mark: str) -> Generator[None, str, str | None]:
+        """What comes before a mark; None if the mark does not come."""
+        stops, state, text = StopStrings([mark]), 0, []
+        while (char := (yield from self._char())) != END:
+            text.append(char)
+            state, found, _ = stops.scan(state, char)
+            if found:
+                return "".join(text)[: -len(mark)]
+        return None
 
     def _rest(self) -> Generator[None, str, None]:
         """Everything else is content."""
