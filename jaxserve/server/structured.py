@@ -36,11 +36,22 @@ def grammar_of(body: Generating) -> GrammarSpec | None:
         names = " and ".join(name for name, _, _ in asked)
         raise ApiError(400, f"{names}: give one of them", "invalid_value", asked[1][0])
     for name, maker, value in asked:
-        try:
-            return maker(value)
-        except GrammarRefused as error:
-            raise ApiError(400, f"{name}: {error}", "invalid_grammar", name) from None
+        return _made(maker, value, name)
     return None
+
+
+def grammar_of_format(form: Any, field: str) -> GrammarSpec | None:
+    """The grammar of a response_format that came in `field`; None for text."""
+    if isinstance(form, dict) and form.get("type") == "text":
+        return None
+    return _made(_from_response_format, form, field)
+
+
+def _made(maker: Callable[[Any], GrammarSpec], value: Any, field: str) -> GrammarSpec:
+    try:
+        return maker(value)
+    except GrammarRefused as error:
+        raise ApiError(400, f"{field}: {error}", "invalid_grammar", field) from None
 
 
 def _maker_of(name: str) -> Callable[[Any], GrammarSpec]:
@@ -60,8 +71,8 @@ def _maker_of(name: str) -> Callable[[Any], GrammarSpec]:
     return checked
 
 
-def _from_response_format(form: dict) -> GrammarSpec:
-    kind = form.get("type")
+def _from_response_format(form: Any) -> GrammarSpec:
+    kind = form.get("type") if isinstance(form, dict) else None
     if kind == "json_object":
         return GrammarSpec.json_object()
     if kind != "json_schema":

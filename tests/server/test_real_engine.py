@@ -122,6 +122,17 @@ def test_forced_calls(api):
     assert choice.finish_reason == "tool_calls"
 
 
+def test_responses_in_a_schema_and_with_forced_calls(api):
+    asked = {"model": "tiny", "input": "hi", "temperature": 1, "max_output_tokens": 700}
+    form = {"type": "json_schema", "name": "city", "schema": CITY}
+    answer = api.responses.create(**asked, text={"format": form})
+    assert json.loads(answer.output_text).keys() == {"city", "days"}
+    flat = {"type": "function", "name": "weather", "parameters": CITY}
+    named = {"type": "function", "name": "weather"}
+    (call,) = api.responses.create(**asked, tools=[flat], tool_choice=named).output
+    assert call.name == "weather" and json.loads(call.arguments).keys() == {"city", "days"}
+
+
 def test_strict_tools_leave_text_free(api):
     tools = [tool("weather", CITY, strict=True)]
     answer = chat(api, tools=tools, max_tokens=12, temperature=1, seed=1).choices[0]
