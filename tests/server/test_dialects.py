@@ -253,9 +253,11 @@ def test_calls_in_responses_by_openais_package(engine):
         assert "".join(e.delta for e in deltas if e.output_index == 1) == first.arguments
         done = [e for e in events if e.type == "response.output_item.done"]
         assert [e.output_index for e in done] == [0, 1, 2]
-        turns = [{"role": "user", "content": "call"}, *whole.output,
-                 {"type": "function_call_output", "call_id": first.call_id, "output": "sunny"},
-                 {"type": "function_call_output", "call_id": second.call_id, "output": "dry"}]  # fmt: skip
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            for call, output in ((first, "sunny"), (second, "dry"))
+        ]
+        turns = [{"role": "user", "content": "call"}, *whole.output, *results]
         api.responses.create(model=MODEL, input=turns, tools=[WEATHER], max_output_tokens=1)
     shown = engine.tokenizer.decode(engine.calls[-1].prompt_ids)
     assert "tool\nsunny" in shown and "tool\ndry" in shown
