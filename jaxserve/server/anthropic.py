@@ -29,7 +29,8 @@ async def messages(request: Request):
     service.check_model(body.model)
     params = service.open_for(body.params())
     toolbox = body.toolbox()
-    prompt = await encode_chat(service, Conversation(body), toolbox.functions)
+    chat = await service.in_thread(Conversation, body)
+    prompt = await encode_chat(service, chat, toolbox.functions)
     style = service.style_of(prompt, toolbox)
     params = await service.params_for(style, params)
     work = work_of(request, "msg_", [prompt], params)
@@ -45,7 +46,8 @@ async def count_tokens(request: Request):
     service = service_of(request)
     body = await service.parse(request, CountRequest)
     service.check_model(body.model)
-    prompt = await encode_chat(service, Conversation(body), body.toolbox().functions)
+    chat = await service.in_thread(Conversation, body)
+    prompt = await encode_chat(service, chat, body.toolbox().functions)
     return json_response({"input_tokens": len(prompt)})
 
 

@@ -121,7 +121,8 @@ class ResponsesChat:
                 if last is None or last.role != "assistant":
                     last = Message(role="assistant")
                     self.messages.append(last)
-                last.tool_calls = [*(last.tool_calls or ()), call]
+                last.tool_calls = last.tool_calls or []
+                last.tool_calls.append(call)
             case InputItem(type="function_call_output"):
                 said, call_id = item.output or "", item.call_id
                 self.messages.append(Message(role="tool", content=said, tool_call_id=call_id))
