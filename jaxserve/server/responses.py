@@ -30,7 +30,7 @@ async def responses(request: Request):
     service.check_model(body.model)
     params = service.open_for(body.params())
     toolbox = body.toolbox()
-    form = await service.in_thread(body.grammar)
+    form = None if body.text is None else await service.in_thread(body.grammar)
     chat = await service.in_thread(ResponsesChat, body)
     prompt = await encode_chat(service, chat, toolbox.functions)
     style = service.style_of(prompt, toolbox)

@@ -77,8 +77,10 @@ class Service:
     async def params_of(self, body: Generating) -> SamplingParams:
         """Checked parameters of the body, its grammar included."""
         params = self.open_for(body.params())
-        grammar = await self.in_thread(structured.grammar_of, body)
-        return params if grammar is None else dataclasses.replace(params, grammar=grammar)
+        make = structured.grammar_of(body)
+        if make is None:
+            return params
+        return dataclasses.replace(params, grammar=await self.in_thread(make))
 
     def check_open(self) -> None:
         """Refuses early what the engine would refuse or never run."""
@@ -103,6 +105,8 @@ class Service:
         """params whose text can be read in this style, and keeps its rules."""
         if style.needs_special:
             params = dataclasses.replace(params, skip_special_tokens=False)
+        if params.grammar is None and not style.toolbox.constrained:
+            return params
         try:
             grammar = await self.in_thread(style.grammar, params.grammar)
         except GrammarRefused as error:

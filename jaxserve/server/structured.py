@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,9 @@ _MAKERS: dict[str, Callable[[Any], GrammarSpec]] = {
 _KINDS = {"json": (dict, str), "regex": str, "choice": list, "grammar": str}
 
 
-def grammar_of(body: Generating) -> GrammarSpec | None:
-    """The grammar the output must follow. May take some milliseconds; raises ApiError."""
+def grammar_of(body: Generating) -> Callable[[], GrammarSpec] | None:
+    """What makes the grammar that the output must follow, None without one. Making it may take some
+    milliseconds; both raise ApiError."""
     asked = []  # (field to blame, maker, value)
     form = body.response_format
     if form is not None and form.get("type") != "text":
@@ -36,7 +38,7 @@ def grammar_of(body: Generating) -> GrammarSpec | None:
         names = " and ".join(name for name, _, _ in asked)
         raise ApiError(400, f"{names}: give one of them", "invalid_value", asked[1][0])
     for name, maker, value in asked:
-        return _made(maker, value, name)
+        return functools.partial(_made, maker, value, name)
     return None
 
 
