@@ -105,17 +105,19 @@ def _calls_or_text(calls: Calls, rules: dict[str, str]) -> str:
 def _call_rules(calls: Calls) -> dict[str, str]:
     """Rules: block, all calls of an answer; tail, what follows the first mark in it."""
     form, literal = _format(calls), _Literal(calls.control)
-    rules = {}
-    for i, (name, schema) in enumerate(calls.functions.items()):
+    rules, ways = dict(form.rules), []
+
+    def part(expression: str) -> str:
+        """Names an expression that stands in several places."""
+        rules[f"part_{len(rules)}"] = expression
+        return f"part_{len(rules) - 1}"
+
+    for name, schema in calls.functions.items():
         before, after = form.call.replace(NAME, name).split(ARGUMENTS)
-        arguments = form.arguments(name, _checked(name, schema), literal)
-        if form.in_json:
-            before = " ".join(map(literal, _JSON_SYMBOLS.findall(before)))
-        else:
-            before = literal(before)
-        rules[f"call_{i}"] = f"{before} {arguments} {literal(after)}"
-    rules["call"] = " | ".join(rules)
-    rules |= form.rules
+        symbols = _JSON_SYMBOLS.findall(before) if form.in_json else [before]
+        arguments = form.arguments(name, _checked(name, schema), literal, part)
+        ways.append(" ".join([*map(literal, symbols), arguments, literal(after)]))
+    rules["call"] = " | ".join(map(part, ways))
     mark = literal(form.mark)
     next_one = f"{literal(form.between)} {mark if form.repeats else ''} call"
     more = "" if calls.single else f"({next_one})*"
@@ -141,21 +143,21 @@ def _checked(name: str, schema: dict | None) -> dict:
 # ---- arguments, in each way of writing them
 
 
-def _json_arguments(name: str, schema: dict, literal) -> str:
+def _json_arguments(name: str, schema: dict, literal, part) -> str:
     return _json(schema)
 
 
-def _python_arguments(name: str, schema: dict, literal) -> str:
+def _python_arguments(name: str, schema: dict, literal, part) -> str:
     """key=value, ... with JSON values, of which the parser reads true, false and null too."""
     parts = []
     for key, value, required in _properties(name, schema, "pythonic"):
         if not key.isidentifier() or keyword.iskeyword(key):
             raise GrammarRefused(f"{name}.parameters: {key!r} cannot be an argument's name")
-        parts.append((f"{literal(f'{key}=')} {_json(value)}", required))
+        parts.append((part(f"{literal(f'{key}=')} {_json(value)}"), required))
     return _in_order(parts, literal(", "))
 
 
-def _tagged_arguments(name: str, schema: dict, literal) -> str:
+def _tagged_arguments(name: str, schema: dict, literal, part) -> str:
     """<parameter=key> value </parameter>, a line each: bare text for strings, else JSON."""
     parts = []
     for key, value, required in _properties(name, schema, "qwen3_coder"):
@@ -221,14 +223,14 @@ class CallFormat:
     """How calls are written: mark begin call between call ... end.
 
     call: one of them, with NAME and ARGUMENTS in their places. repeats: the mark stands before
-    every call, and there is neither begin nor end. arguments(name, schema, literal): Lark for the
-    arguments of a tool. in_json: calls begin as answers in JSON may, so the grammar must be made of
-    the same symbols: its lexer takes the longest one it can, and does not come back. rules: more
-    Lark that the arguments use.
+    every call, and there is neither begin nor end. arguments(name, schema, literal, part): Lark for
+    the arguments of a tool; literal makes Lark of a text, part names an expression. in_json: calls
+    begin as answers in JSON may, so the grammar must be made of the same symbols: its lexer takes
+    the longest one it can, and does not come back. rules: more Lark that the arguments use.
     """
 
     call: str
-    arguments: Callable[[str, dict, Callable[[str], str]], str] = _json_arguments
+    arguments: Callable[..., str] = _json_arguments
     mark: str = ""
     begin: str = ""
     between: str = ""

@@ -235,6 +235,9 @@ def test_optional_arguments_in_python_calls(compiler):
         assert accepts(compiler, spec, f"[f({given})]"), given
     for given in ("a", "b=true, a=true", ", a=true", "a=true,", "a=1"):
         assert not accepts(compiler, spec, f"[f({given})]"), given
+    many = {"properties": {f"a{i}": {"type": "boolean"} for i in range(60)}}
+    spec = framed(None, Calls("pythonic", {"f": many}, forced=True), None)
+    assert accepts(compiler, spec, "[f(a7=true, a59=false)]")
     schema["required"] = ["b"]
     spec = framed(None, Calls("pythonic", {"f": schema}, forced=True), None)
     assert accepts(compiler, spec, "[f(b=true, c=true)]")
