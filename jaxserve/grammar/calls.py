@@ -18,6 +18,7 @@ from jaxserve.grammar.spec import GrammarRefused, GrammarSpec, bounded, schema_o
 from jaxserve.tokenizer.tools.tagged import kinds_of
 
 NAME, ARGUMENTS = "<NAME>", "<ARGUMENTS>"  # no tool's name holds < or >
+MAX_CALLS = 32  # of a forced answer: small models know no end
 SPACES = r"/[ \t\r\n]{0,8}/"
 _JSON_SYMBOLS = re.compile(r'"[^"]*"|[^"]')
 DEFINITIONS = ("$defs", "definitions")
@@ -66,7 +67,8 @@ def framed(
         body = "@answer" if calls is None else "block | @answer"
     else:
         body = _calls_or_text(calls, rules)
-        thought = None if _format(calls).mark else thought  # free text may hold it anyway
+        if thought is not None and not thought.control and _format(calls).mark:
+            thought = None  # free text may hold it as it is
     start = body if thought is None else _thought_before(thought, body, rules)
     frame = "\n".join(f"{name}: {rule}" for name, rule in {"start": start, **rules}.items())
     kind, text = ("", "") if answer is None else (answer.kind, answer.text)
@@ -120,7 +122,7 @@ def _call_rules(calls: Calls) -> dict[str, str]:
     rules["call"] = " | ".join(map(part, ways))
     mark = literal(form.mark)
     next_one = f"{literal(form.between)} {mark if form.repeats else ''} call"
-    more = "" if calls.single else f"({next_one})*"
+    more = "" if calls.single else f"({next_one}){{0,{MAX_CALLS - 1}}}"
     if form.repeats:
         return rules | {"block": f"{mark} call {more}", "tail": "call"}
     tail = f"{literal(form.begin)} call {more} {literal(form.end)}"

@@ -106,6 +106,12 @@ def test_forced_answers_are_calls_and_nothing_else(compiler, name):
     assert len(parse(PARSERS[name](TOOLS), whole(name))[1]) == 2
 
 
+def test_forced_calls_have_an_end(compiler):
+    call = '{"name": "now", "parameters": {}}'
+    assert accepts(compiler, forced("llama3_json"), "; ".join([call] * 32))
+    assert not accepts(compiler, forced("llama3_json"), "; ".join([call] * 33))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_whatever_comes_of_the_masks_is_read_as_valid_calls(compiler, name):
     for seed in range(12):
@@ -176,6 +182,9 @@ def test_reasoning_comes_first(compiler, opened):
     text = framed(None, Calls("llama3_json", TOOLS), thought)
     assert accepts(compiler, text, f"{begin}hm</think>\nplain text")
     token = Thought("<think>", "</think>", opened, {"<think>": TOOL_CALLS, "</think>": ARGS})
+    maybe = framed(None, Calls("hermes", TOOLS), token)
+    for rest in ("plain", whole("hermes")):
+        assert accepts(compiler, maybe, [*[TOOL_CALLS][opened:], *b"hm", ARGS, *rest.encode()])
     spec = framed(GrammarSpec.regex("[0-9]+"), None, token)
     assert accepts(compiler, spec, [*[TOOL_CALLS][opened:], *b"hm </think> hm", ARGS, *b"\n12"])
 
