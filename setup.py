@@ -116,6 +116,7 @@ setuptools.setup(
             "nvidia-nvvm>=13",
         ],
         "hub": ["huggingface_hub>=0.30"],
+        "otel": ["opentelemetry-exporter-otlp-proto-http>=1.45", "opentelemetry-sdk>=1.45"],
         "plots": ["matplotlib>=3.11"],
         "test": [
             "anthropic>=2.14",
@@ -123,6 +124,7 @@ setuptools.setup(
             "hypothesis>=6.170",
             "matplotlib>=3.11",
             "openai>=3.57",
+            "opentelemetry-sdk>=1.45",
             "pytest>=9.2",
             "ruff>=0.17",
             "schemathesis>=4.32",

@@ -174,7 +174,17 @@ class ServerConfig:
     tool_parser: str = setting(
         "auto",
         "Format of the model's tool calls. auto: the one that its chat template shows.",
-        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic"),
+        choices=(
+            "auto",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "pythonic",
+            "qwen3_coder",
+            "deepseek_v3",
+            "phi4",
+            "gemma4",
+        ),
     )
     client_timeout_s: float = setting(
         60.0, "Longest silence of a client that sends a request or reads an answer."
@@ -187,6 +197,12 @@ class ServerConfig:
     shadow_cost_model: str | None = setting(
         None, "Its costs, a file by `calibrate`; default: fitted to the live steps."
     )
+    otlp_traces_endpoint: str | None = setting(
+        None, "Collector for OpenTelemetry spans, as http://host:4318/v1/traces; default: none."
+    )
+    profile_dir: str | None = setting(
+        None, "Folder for traces that /debug/profile makes for holders of keys; default: no route."
+    )
 
     def validate(self) -> None:
         _check_choices(self)
@@ -194,3 +210,8 @@ class ServerConfig:
             self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0,
             client_timeout_s=0,
         )  # fmt: skip
+        if self.profile_dir is not None and self.api_keys_file is None:
+            raise ValueError(
+                f"--profile_dir={self.profile_dir}: profiles are for holders of keys; name them "
+                "with --api_keys_file"
+            )

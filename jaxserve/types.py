@@ -30,6 +30,7 @@ MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 256
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+POOLINGS = ("mean", "last")
 
 
 class RequestRefused(ValueError):
@@ -108,6 +109,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None  # what the output must look like; see jaxserve.grammar
+    pooling: str | None = None  # "mean" or "last": of the prompt's hidden states; max_tokens is 0
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)
@@ -143,6 +145,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be true or false")
+        if self.pooling is not None and (self.pooling not in POOLINGS or self.max_tokens != 0):
+            _refuse("pooling", self.pooling, f"is one of {', '.join(POOLINGS)}, with max_tokens=0")
         self._check_lists()
 
     def _check_lists(self):
@@ -184,6 +188,7 @@ class SamplingParams:
             and self.logprobs is None
             and self.prompt_logprobs is None
             and self.grammar is None
+            and self.pooling is None
         )
 
     @property
@@ -286,6 +291,9 @@ class StepResult:
     top_ids_SK: np.ndarray | None = None  # int32, K = MAX_LOGPROBS
     top_logprobs_SK: np.ndarray | None = None
     prompt_scores: Mapping[int, PromptScores] = dataclasses.field(default_factory=dict)  # by row
+    pooled: Mapping[int, np.ndarray] = dataclasses.field(
+        default_factory=dict
+    )  # float32 [D], by row
 
 
 @dataclasses.dataclass(slots=True)
@@ -298,6 +306,7 @@ class TokenEvent:
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
     prompt_scores: PromptScores | None = None
+    pooled: np.ndarray | None = None
     error: Exception | None = None
 
 
@@ -326,6 +335,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, on the first delta
     num_cached_tokens: int = 0
+    pooled: np.ndarray | None = None  # float32 [hidden size], of a request with pooling, at its end
     error: Exception | None = None  # with finish_reason ERROR
 
 

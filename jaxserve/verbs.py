@@ -74,9 +74,12 @@ def serve(
 ) -> int:
     from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.obs.metrics import Metrics
+    from jaxserve.obs.tracing import Tracing
     from jaxserve.server import app
 
     start = time.monotonic()
+    endpoint = server_config.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing.connect(endpoint)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with Progress(errors) as progress:
         parts = _build(engine_config, scheduling, progress, cache_dir)
@@ -84,6 +87,8 @@ def serve(
         engine = AsyncEngine.from_parts(parts)
         metrics = Metrics(engine.stats, engine.model_name, shadow)
         engine.observe(metrics)
+        if tracing is not None:
+            engine.observe(tracing)
 
         def announce(url: str) -> None:
             """Called once the port is open; says how to use it once the engine is warm."""
@@ -91,7 +96,7 @@ def serve(
                 target=_greet, args=(engine, url, progress, start), daemon=True
             ).start()
 
-        app.serve(engine, server_config, metrics=metrics, on_listening=announce)
+        app.serve(engine, server_config, metrics=metrics, tracing=tracing, on_listening=announce)
     if shadow is not None:
         shadow.close()
     return 0

@@ -182,7 +182,9 @@ def compile_step(target: Target, args):
     )
     pages = api.kv_page_specs(shape.kv_spec, shape.num_pages, target.backend)
     state = jax.eval_shape(
-        lambda pages: init_state(pages, shape.num_slots, shape.max_model_len, config.vocab_size),
+        lambda pages: init_state(
+            pages, shape.num_slots, shape.max_model_len, config.vocab_size, config.hidden_size
+        ),
         pages,
     )
     maker = types.SimpleNamespace(shape=shape, rows=pack.RowParams(shape.num_slots))

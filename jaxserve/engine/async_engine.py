@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import secrets
 import threading
 import time
@@ -81,23 +82,27 @@ class AsyncEngine:
         *,
         config: EngineConfig,
         model_name: str = "model",
+        hidden_size: int = 0,
         memory_table=None,
         description: str = "",
         warm_up: Callable[[], None] = lambda: None,
         manifest: dict | None = None,
+        trace: Callable[[pathlib.Path, float], None] | None = None,
     ):
         """warm_up runs first on the engine thread; until it is done the state is "starting" and
-        requests wait."""
+        requests wait. trace(folder, seconds): watches the device for so long."""
         self.config = config
         self.core = core
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_model_len = config.max_model_len
         self.vocab_size = tokenizer.vocab_size
+        self.hidden_size = hidden_size  # of what pooling gives
         self.memory_table = memory_table
         self.description = description
         self.manifest = manifest or {}
         self._warm_up = warm_up
+        self._trace = trace
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -128,10 +133,12 @@ class AsyncEngine:
             parts.tokenizer,
             config=parts.config,
             model_name=parts.model_name,
+            hidden_size=parts.model.config.hidden_size,
             memory_table=parts.memory_table,
             description=parts.description,
             warm_up=parts.warm_up,
             manifest=parts.manifest,
+            trace=parts.trace,
         )
 
     def wait_until_ready(self) -> None:
@@ -193,6 +200,10 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request and frees what it holds. Harmless for one that has ended."""
         self._post(lambda: self._deliver(self.core.abort(request_id)))
+
+    async def profile(self, folder: pathlib.Path, seconds: float) -> None:
+        """Writes a trace of the device's next seconds into a new folder. One at a time."""
+        await asyncio.to_thread(self._trace, folder, seconds)
 
     def stats(self) -> EngineStats:
         """Gauges and counters, as of now."""

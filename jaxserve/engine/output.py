@@ -77,7 +77,8 @@ class OutputStage:
                     self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size)
             return [self._compiler.matcher(params.grammar) for _ in range(params.n)]
         except GrammarRefused as error:
-            raise RequestRefused(str(error), param="response_format") from None
+            param = "tools" if params.grammar.frame else "response_format"
+            raise RequestRefused(str(error), param=param) from None
 
     def open(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
         """Starts tracking a request. matchers: one for each choice, when it has a grammar."""
@@ -147,6 +148,7 @@ class OutputStage:
                 delta.text += choice.stream.finish()
             delta.stop_reason = sequence.stop_reason
             delta.error = event.error
+            delta.pooled = event.pooled
             self._drop(sequence.id)
         return delta
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.engine.state import SamplingInputs, StepInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.types import Sequence
+from jaxserve.types import POOLINGS, Sequence
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd (golden ratio): choices of a request get distinct seeds
 
@@ -37,6 +37,7 @@ class RowParams:
         self.logprobs = np.zeros(num_slots, bool)
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.grammar = np.zeros(num_slots, bool)
+        self.pooling = np.zeros(num_slots, np.int32)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         params = sequence.request.params
@@ -56,6 +57,7 @@ class RowParams:
         self.biased[slot] = bool(params.logit_bias)
         self.logprobs[slot] = params.logprobs is not None
         self.grammar[slot] = params.grammar is not None
+        self.pooling[slot] = (None, *POOLINGS).index(params.pooling)
         self.prompt_logprobs[slot] = params.prompt_logprobs is not None and sequence.index == 0
 
 
@@ -140,6 +142,7 @@ def _sampling(plan, rows, end_S, num_S, bucket_T) -> SamplingInputs:
         seed_S2=seed_S2,
         num_prompt_S=pick(rows.num_prompt, 0, np.int32),
         masks_ends_S=masks_ends_S,
+        pooling_S=pick(rows.pooling, 0, np.int32),
         next_token_T=_next_tokens(plan, scored, bucket_T),
         any_penalty=flag(rows.penalised[slots]),
         any_bias=flag(rows.biased[slots]),
@@ -147,6 +150,7 @@ def _sampling(plan, rows, end_S, num_S, bucket_T) -> SamplingInputs:
         any_logprobs=flag(rows.logprobs[slots]),
         any_prompt_logprobs=flag(scored),
         any_grammar=flag(rows.grammar[slots]),
+        any_pooling=flag(rows.pooling[slots] > 0),
     )
 
 

@@ -75,6 +75,7 @@ class Pending:
     token_S: jax.Array
     logprobs: tuple[jax.Array, ...] | None  # of the chosen and the best tokens, by row
     prompt_logprobs: tuple[jax.Array, ...] | None  # of the prompt's tokens, by token
+    pooled_SD: jax.Array | None
 
 
 class _CompileCounter:
@@ -128,7 +129,11 @@ class Runner:
             self.shape.kv_spec, self.shape.num_pages, self.spec.attention_backend
         )
         self.state = init_state(
-            kv_pages, self.shape.num_slots, self.shape.max_model_len, self.spec.num_tokens
+            kv_pages,
+            self.shape.num_slots,
+            self.shape.max_model_len,
+            self.spec.num_tokens,
+            self.spec.model_config.hidden_size,
         )
 
     def compile(self, progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -236,7 +241,7 @@ class Runner:
 
     def _send_back(self, plan: StepPlan, sampling, outputs: StepOutputs) -> Pending:
         """Starts the copies of what some row asked for."""
-        logprobs = prompt_logprobs = None
+        logprobs = prompt_logprobs = pooled_SD = None
         if sampling is not None and sampling.any_logprobs:
             logprobs = outputs.logprob_S, outputs.top_ids_SK, outputs.top_logprobs_SK
         if sampling is not None and sampling.any_prompt_logprobs:
@@ -245,9 +250,12 @@ class Runner:
                 outputs.prompt_top_ids_TK,
                 outputs.prompt_top_logprobs_TK,
             )
-        pending = Pending(plan, outputs.token_S, logprobs, prompt_logprobs)
+        if sampling is not None and sampling.any_pooling:
+            pooled_SD = outputs.pooled_SD
+        pending = Pending(plan, outputs.token_S, logprobs, prompt_logprobs, pooled_SD)
         if jax.default_backend() != "cpu":  # there the host reads the array where it is
-            for array in jax.tree.leaves((pending.token_S, logprobs, prompt_logprobs)):
+            read = (pending.token_S, logprobs, prompt_logprobs, pooled_SD)
+            for array in jax.tree.leaves(read):
                 array.copy_to_host_async()
         return pending
 
@@ -271,6 +279,9 @@ class Runner:
         if pending.prompt_logprobs is not None:
             scores = _prompt_scores(plan, *map(np.asarray, pending.prompt_logprobs))
             result = dataclasses.replace(result, prompt_scores=scores)
+        if pending.pooled_SD is not None:
+            pooled = _pooled(plan, np.asarray(pending.pooled_SD))
+            result = dataclasses.replace(result, pooled=pooled)
         return result
 
 
@@ -288,6 +299,15 @@ def _prompt_scores(plan: StepPlan, logprob_T, top_ids_TK, top_logprobs_TK):
                 start + 1, logprob_T[part], top_ids_TK[part], top_logprobs_TK[part]
             )
     return found
+
+
+def _pooled(plan: StepPlan, pooled_SD) -> dict[int, np.ndarray]:
+    """{row: what was pooled} of the rows whose prompt this step completes."""
+    return {
+        row: pooled_SD[row].copy()  # the rest of the step's array need not be kept with it
+        for row, sequence in enumerate(plan.sequences)
+        if sequence.request.params.pooling is not None and plan.end_S[row] == sequence.num_prompt
+    }
 
 
 def _shapes(tree):

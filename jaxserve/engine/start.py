@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import pathlib
 import platform
+import time
 from collections.abc import Callable
 
 import jax
@@ -43,6 +44,12 @@ class Engine:
     description: str  # one line: what it runs with
     warm_up: Callable[[], None]  # compiles the programs; the first step needs them
     manifest: dict  # versions, content hashes, settings, hardware: see obs.manifest
+
+    @staticmethod
+    def trace(folder: pathlib.Path, seconds: float) -> None:
+        """Profiles the devices for so long, on a thread of its own."""
+        with jax.profiler.trace(str(folder)):
+            time.sleep(seconds)
 
     @property
     def model_name(self) -> str:

@@ -24,8 +24,9 @@ MAX_MASKED_IDS = MAX_STOP_IDS + 32
 class DeviceState:
     """DONATED to every step and replaced by what it returns: never keep a reference to an old one.
 
-    The last four are read by sampled steps only, and only rows that asked for them are ever filled
-    (see `row_settings`), so greedy rows leave them stale on purpose.
+    What follows last_token_N is read by sampled steps only. Of history, biases and masks, only rows
+    that asked for them are ever filled (see `row_settings`): greedy rows leave them stale on
+    purpose. pooled_ND begins anew with a row's first token.
     """
 
     kv_pages: Any  # as the attention op lays it out, all layers
@@ -36,6 +37,7 @@ class DeviceState:
     bias_ids_NB: jax.Array  # int32: logit_bias; unused entries hold the vocabulary size
     bias_NB: jax.Array  # float32
     masked_ids_NB: jax.Array  # int32: end and stop ids, masked until min_tokens
+    pooled_ND: jax.Array  # float32: sum of the slot's hidden states so far, for mean pooling
 
 
 @flax.struct.dataclass
@@ -52,6 +54,7 @@ class SamplingInputs:
     seed_S2: Any  # uint32: the two halves of the choice's 64-bit seed
     num_prompt_S: Any  # int32
     masks_ends_S: Any  # bool: min_tokens not reached yet
+    pooling_S: Any  # int32: 0 is off, else 1 + the place in types.POOLINGS
     next_token_T: Any  # int32: the prompt token after each, for prompt log-probabilities
     any_penalty: Any  # bool scalars: what no row asks for is not computed
     any_bias: Any
@@ -59,6 +62,7 @@ class SamplingInputs:
     any_logprobs: Any
     any_prompt_logprobs: Any
     any_grammar: Any
+    any_pooling: Any
 
 
 @flax.struct.dataclass
@@ -87,6 +91,7 @@ class StepOutputs:
     prompt_logprob_T: jax.Array | None = None  # float32: of the token after each, where it is known
     prompt_top_ids_TK: jax.Array | None = None
     prompt_top_logprobs_TK: jax.Array | None = None
+    pooled_SD: jax.Array | None = None  # float32: of the row's tokens up to here
 
 
 @flax.struct.dataclass
@@ -99,7 +104,9 @@ class RowSettings:
     masked_ids_B: Any
 
 
-def init_state(kv_pages, num_slots: int, history_len: int, vocab_size: int) -> DeviceState:
+def init_state(
+    kv_pages, num_slots: int, history_len: int, vocab_size: int, hidden_size: int
+) -> DeviceState:
     """An empty state. history_len: positions a row can have (the model length)."""
     unused = lambda width: jnp.full((num_slots, width), vocab_size, jnp.int32)
     return DeviceState(
@@ -109,6 +116,7 @@ def init_state(kv_pages, num_slots: int, history_len: int, vocab_size: int) -> D
         bias_ids_NB=unused(MAX_LOGIT_BIAS),
         bias_NB=jnp.zeros((num_slots, MAX_LOGIT_BIAS), jnp.float32),
         masked_ids_NB=unused(MAX_MASKED_IDS),
+        pooled_ND=jnp.zeros((num_slots, hidden_size), jnp.float32),
     )
 
 

@@ -17,7 +17,7 @@ from jaxserve.engine import logits as logit_transforms
 from jaxserve.engine import sample as sampling_op
 from jaxserve.engine.state import DeviceState, StepInputs, StepOutputs
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
-from jaxserve.types import MAX_LOGPROBS
+from jaxserve.types import MAX_LOGPROBS, POOLINGS
 
 _SCORE_BLOCK = 16  # prompt tokens scored at a time: bounds the [block, V] logits in memory
 
@@ -63,6 +63,13 @@ def device_step(params, state: DeviceState, inputs: StepInputs, allowed_SW, spec
     else:
         outputs = _sampled(params, state, inputs, allowed_SW, spec, hidden_TD, logits_SV)
         state = state.replace(history_NM=_append(state.history_NM, inputs, outputs.token_S))
+        pooled_ND, pooled_SD = jax.lax.cond(
+            inputs.sampling.any_pooling,
+            lambda sums_ND: _pool(sums_ND, inputs, hidden_TD),
+            lambda sums_ND: (sums_ND, jnp.zeros((logits_SV.shape[0], sums_ND.shape[1]))),
+            state.pooled_ND,
+        )
+        state, outputs = state.replace(pooled_ND=pooled_ND), outputs.replace(pooled_SD=pooled_SD)
     newest_S = jnp.where(inputs.samples_S, outputs.token_S, state.last_token_N[inputs.slot_S])
     last_token_N = state.last_token_N.at[inputs.slot_S].set(newest_S, mode="drop")
     return state.replace(last_token_N=last_token_N), outputs
@@ -72,6 +79,26 @@ def _append(history_NM, inputs, token_S):
     """The new token joins its row's history; a row that does not sample writes out of range."""
     position_S = jnp.where(inputs.samples_S, inputs.new_position_S, history_NM.shape[1])
     return history_NM.at[inputs.slot_S, position_S].set(token_S, mode="drop")
+
+
+def _pool(sums_ND, inputs, hidden_TD):
+    """(sums_ND with this step's hidden states added, the rows' means or last states [S, D]).
+
+    A row's states are added one by one in the order of its tokens wherever the backend's scatter
+    keeps it, so a prompt's chunks do not show in its mean; on CPU to the last bit.
+    """
+    kind_S, num_slots = inputs.sampling.pooling_S, sums_ND.shape[0]
+    averaged_S = kind_S == 1 + POOLINGS.index("mean")
+    cu_q_len_S1, end_S = inputs.batch.cu_q_len_S1, inputs.new_position_S
+    begins_S = averaged_S & (end_S == cu_q_len_S1[1:] - cu_q_len_S1[:-1])
+    sums_ND = sums_ND.at[jnp.where(begins_S, inputs.slot_S, num_slots)].set(0.0, mode="drop")
+    averaged_N = jnp.zeros((num_slots,), bool).at[inputs.slot_S].set(averaged_S, mode="drop")
+    real_T = jnp.arange(hidden_TD.shape[0], dtype=jnp.int32) < cu_q_len_S1[-1]
+    into_T = jnp.where(real_T & averaged_N[inputs.slot_T], inputs.slot_T, num_slots)
+    hidden_TD = hidden_TD.astype(jnp.float32)
+    sums_ND = sums_ND.at[into_T].add(hidden_TD, mode="drop")
+    mean_SD = sums_ND[inputs.slot_S] / jnp.maximum(end_S, 1)[:, None].astype(jnp.float32)
+    return sums_ND, jnp.where(averaged_S[:, None], mean_SD, hidden_TD[inputs.last_T_S])
 
 
 def _sampled(params, state, inputs, allowed_SW, spec, hidden_TD, logits_SV) -> StepOutputs:

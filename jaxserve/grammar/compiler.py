@@ -14,12 +14,10 @@ import threading
 import llguidance
 import numpy as np
 
-from jaxserve.grammar.spec import GrammarRefused, GrammarSpec
+from jaxserve.grammar.spec import GrammarRefused, GrammarSpec, schema_options
 from jaxserve.tokenizer import Tokenizer
 
 MAX_CACHED = 64  # compiled grammars kept
-# White space between the parts of JSON: enough to indent, not enough to print nothing but it.
-JSON_SPACES = r"[ \t\r\n]{0,64}"
 
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # about 20 ms of building regular expressions
@@ -76,14 +74,14 @@ class GrammarCompiler:
             self._vocabulary, _grammar(spec), log_level=0, limits=self._limits
         )
         if compiled.is_error():
-            raise GrammarRefused(f"the {spec.kind} cannot be enforced: {compiled.get_error()}")
+            raise GrammarRefused(f"the {spec.what} cannot be enforced: {compiled.get_error()}")
         mask = np.zeros(self.mask_words, np.uint32)
         try:
             GrammarMatcher(compiled.deep_copy(), self.mask_words).fill_mask(mask)
         except GrammarFailed as error:
-            raise GrammarRefused(f"the {spec.kind} costs too much: {error}") from None
+            raise GrammarRefused(f"the {spec.what} costs too much: {error}") from None
         if not mask.any():
-            raise GrammarRefused(f"nothing satisfies the {spec.kind}")
+            raise GrammarRefused(f"nothing satisfies the {spec.what}")
         return compiled
 
 
@@ -139,32 +137,34 @@ class _Vocabulary:
     """What llguidance wants to know of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.output_encoder()
         self.bos_token_id = tokenizer.bos_id
         self.eos_token_id = min(tokenizer.eos_ids)
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+        return self._encode(text.decode("utf-8", "replace"))
 
 
 def _grammar(spec: GrammarSpec) -> str:
     """The spec as llguidance takes it."""
-    make = llguidance.LLMatcher
-    if spec.kind == "regex":
-        return make.grammar_from_regex(spec.text)
+    parts = [{**_answer(spec), "name": "answer"}] if spec.kind else []
+    if spec.frame:
+        parts.insert(0, {"lark_grammar": spec.frame})
+    return json.dumps({"grammars": parts})
+
+
+def _answer(spec: GrammarSpec) -> dict:
+    """One of llguidance's grammars, without its name."""
     if spec.kind == "lark":
-        return make.grammar_from_lark(spec.text)
-    if spec.kind == "choice":
-        return make.grammar_from_regex("|".join(map(_literal, json.loads(spec.text))))
-    assert spec.kind == "json_schema"
-    try:
-        return make.grammar_from_json_schema(
-            spec.text, overrides={"whitespace_pattern": JSON_SPACES, "lenient": False}
-        )
-    except ValueError as error:
-        raise GrammarRefused(f"the schema cannot be enforced: {error}") from None
+        return {"lark_grammar": spec.text}
+    if spec.kind == "json_schema":
+        return {"json_schema": json.loads(spec.text) | schema_options()}
+    choices = spec.kind == "choice"
+    assert choices or spec.kind == "regex"
+    pattern = "|".join(map(_literal, json.loads(spec.text))) if choices else spec.text
+    return json.loads(llguidance.LLMatcher.grammar_from_regex(pattern))["grammars"][0]
 
 
 def _literal(text: str) -> str:

@@ -142,6 +142,7 @@ _PLANNED_PARAMS = (
     "ignore_eos",
     "logprobs",
     "prompt_logprobs",
+    "pooling",
 )
 _DEFAULTS = SamplingParams()
 

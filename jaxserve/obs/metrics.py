@@ -113,9 +113,6 @@ class Metrics:
         """Follows one request; arrived is time.monotonic() of its first byte."""
         return Stopwatch(self, arrived, prompt_tokens)
 
-    def count_refusal(self, code: str) -> None:
-        self.refused.labels(code if code in REFUSALS else "invalid_value").inc()
-
     def count_response(self, route: str, status: int) -> None:
         """route: a path template of the application, never what the client wrote."""
         self.responses.labels(route, str(status)).inc()
@@ -206,6 +203,11 @@ class Stopwatch:
         if self._first is None:
             self._first = self._last
             self._metrics.ttft.observe(self._first - self._arrived)
+
+    def refused(self, code: str) -> None:
+        """The engine did not take it: nothing else is counted."""
+        self._metrics.refused.labels(code if code in REFUSALS else "invalid_value").inc()
+        self._ended = True
 
     def end(self, reason: str) -> None:
         """The request ended for this reason, one of REASONS."""

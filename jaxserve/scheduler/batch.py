@@ -114,6 +114,8 @@ class ActiveBatch:
         """Pages that it may take from others; its last token at least is left to compute."""
         if not self.limits.prefix_caching:
             return 0
+        if sequence.request.params.pooling == "mean":
+            return 0  # a hidden state must be computed to be counted
         scored = sequence.index == 0 and sequence.request.params.prompt_logprobs is not None
         if scored and sequence.num_scored < sequence.num_prompt:
             return 0  # a position must be computed to be scored, and choice 0 scores for all

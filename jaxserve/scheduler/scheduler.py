@@ -432,7 +432,7 @@ class Scheduler:
             self._end(event.sequence, reason, stop_reason)
         if len(sampled) < len(rows):
             for row in rows[~plan.samples_S[rows]].tolist():  # prompt chunks; few
-                self._end_if_scored(plan.sequences[row], events)
+                self._end_if_scored(plan.sequences[row], result.pooled.get(row), events)
         self._requests.queue_followers(self._slots.computed_N)
         return events
 
@@ -466,11 +466,11 @@ class Scheduler:
                 attach_logprobs(events[first + at], result, rows[at])
         return [(events[first + at], end) for at, end in ends.items()]
 
-    def _end_if_scored(self, sequence: Sequence, events: list[TokenEvent]) -> None:
-        """A request for no tokens ends when its prompt is computed."""
+    def _end_if_scored(self, sequence: Sequence, pooled, events: list[TokenEvent]) -> None:
+        """A request for no tokens ends when its prompt is computed, with what was pooled of it."""
         computed = self._slots.computed_N[sequence.slot]
         if sequence.max_total == sequence.num_prompt and computed == sequence.num_prompt:
-            events.append(TokenEvent(sequence, None, FinishReason.LENGTH))
+            events.append(TokenEvent(sequence, None, FinishReason.LENGTH, pooled=pooled))
             self._end(sequence, FinishReason.LENGTH)
 
     # Ends

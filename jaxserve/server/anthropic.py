@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 
 import orjson
@@ -17,7 +16,7 @@ from jaxserve.server.limits import run_while_connected
 from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
 from jaxserve.server.service import Service, service_of
-from jaxserve.server.speech import Call, Part, Reply, Style, Thought
+from jaxserve.server.speech import Call, Part, Reply, Style, Thinking
 
 router = APIRouter()
 
@@ -29,11 +28,11 @@ async def messages(request: Request):
     body = await service.parse(request, MessagesRequest)
     service.check_model(body.model)
     params = service.open_for(body.params())
-    functions = body.functions()
-    prompt = await encode_chat(service, Conversation(body), functions)
-    style = service.style_of(prompt, functions, single=body.single)
-    if style.needs_special:
-        params = dataclasses.replace(params, skip_special_tokens=False)
+    toolbox = body.toolbox()
+    chat = await service.in_thread(Conversation, body)
+    prompt = await encode_chat(service, chat, toolbox.functions)
+    style = service.style_of(prompt, toolbox)
+    params = await service.params_for(style, params)
     work = work_of(request, "msg_", [prompt], params)
     if body.stream:
         error_event = lambda error: sse.event(anthropic_body(error), "error")
@@ -47,7 +46,8 @@ async def count_tokens(request: Request):
     service = service_of(request)
     body = await service.parse(request, CountRequest)
     service.check_model(body.model)
-    prompt = await encode_chat(service, Conversation(body), body.functions())
+    chat = await service.in_thread(Conversation, body)
+    prompt = await encode_chat(service, chat, body.toolbox().functions)
     return json_response({"input_tokens": len(prompt)})
 
 
@@ -157,7 +157,7 @@ class Blocks:
     def add(self, part: Part) -> list[bytes]:
         """Events of one part: first those of a change of blocks, if it belongs into another."""
         match part:
-            case Thought(text):
+            case Thinking(text):
                 block = {"type": "thinking", "thinking": "", "signature": ""}
                 events = self._switch("thinking", block)
                 return [*events, self._delta({"type": "thinking_delta", "thinking": text})]

@@ -16,7 +16,7 @@ from jaxserve.server.protocol import (
     ToolCall,
     refuse_unless,
 )
-from jaxserve.server.speech import checked_functions
+from jaxserve.server.toolbox import Toolbox, of_anthropic
 from jaxserve.types import SamplingParams
 
 
@@ -58,20 +58,10 @@ class CountRequest(Body):
             message = "messages: the last one must be the user's; answers cannot be begun for it"
             raise ApiError(400, message, "unsupported_value", "messages")
         refuse_unless(self, thinking=({"type": "disabled"},))
-        kind = (self.tool_choice or {}).get("type", "auto")
-        if kind not in ("auto", "none"):
-            message = f"tool_choice: type {quote(kind)} is not supported; tools cannot be forced"
-            raise ApiError(400, message, "unsupported_value", "tool_choice")
 
-    def functions(self) -> list[dict]:
-        """The tools as OpenAI's function objects, checked; none with tool_choice none."""
-        if (self.tool_choice or {}).get("type") == "none":
-            return []
-        return checked_functions([_as_openai(tool) for tool in self.tools or ()])
-
-    @property
-    def single(self) -> bool:
-        return bool((self.tool_choice or {}).get("disable_parallel_tool_use"))
+    def toolbox(self) -> Toolbox:
+        """The tools and the choice among them, checked."""
+        return of_anthropic(self.tools, self.tool_choice)
 
 
 class MessagesRequest(CountRequest):
@@ -109,15 +99,6 @@ class Conversation:
         self.messages = [message for turn in body.messages for message in _messages(turn)]
         if body.system and self.messages:
             self.messages.insert(0, Message(role="system", content=body.system))
-
-
-def _as_openai(tool: dict) -> dict:
-    if tool.get("type", "custom") != "custom":
-        return tool  # refused as it is, by its type
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    if isinstance(tool.get("description"), str):
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
 
 
 def _messages(turn: Turn) -> list[Message]:

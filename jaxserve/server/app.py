@@ -20,13 +20,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.config import ServerConfig
 from jaxserve.obs.metrics import Metrics
+from jaxserve.obs.tracing import Tracing
 from jaxserve.server import (
     anthropic,
     chat,
     completions,
+    embeddings,
     errors,
     openapi,
     pages,
+    profiling,
     responses,
     status,
     tokens,
@@ -38,18 +41,21 @@ from jaxserve.server.service import Service
 
 logger = logging.getLogger("jaxserve.server")
 
-FAMILIES = (completions, chat, responses, anthropic, tokens, status, pages)
+FAMILIES = (completions, chat, responses, anthropic, embeddings, tokens, status, pages)
 FLUSH_S = 5.0  # after the engine has drained, how long answers may take to leave
 
 
-def create_app(engine, config: ServerConfig, metrics: Metrics | None = None):
+def create_app(
+    engine, config: ServerConfig, metrics: Metrics | None = None, tracing: Tracing | None = None
+):
     """The ASGI application over `engine` (an AsyncEngine, or what keeps its contract).
 
-    metrics: the observer the engine was started with; by default a new one, without step times.
+    metrics, tracing: observers the engine was started with; by default new metrics, without step
+    times, and no spans.
     """
     config.validate()
     metrics = metrics or Metrics(engine.stats, engine.model_name)
-    service = Service(engine, config, metrics)
+    service = Service(engine, config, metrics, tracing)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -66,7 +72,8 @@ def create_app(engine, config: ServerConfig, metrics: Metrics | None = None):
         redirect_slashes=False,  # redirects would quote the client's Host header
     )
     app.state.service = service
-    for family in FAMILIES:
+    families = FAMILIES if config.profile_dir is None else (*FAMILIES, profiling)
+    for family in families:
         app.include_router(family.router)
     for kind in errors.HANDLED:
         app.add_exception_handler(kind, errors.handle)
@@ -92,13 +99,14 @@ def serve(
     config: ServerConfig,
     *,
     metrics: Metrics | None = None,
+    tracing: Tracing | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains; a second signal aborts what still runs.
 
     Raises OSError when the port is taken. on_listening(url) is called once it accepts connections.
     """
-    app = create_app(engine, config, metrics)
+    app = create_app(engine, config, metrics, tracing)
     listener = listen(config.host, config.port)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}"
@@ -108,6 +116,8 @@ def serve(
     finally:
         listener.close()
         app.state.service.pool.shutdown(wait=False, cancel_futures=True)
+        if tracing is not None:
+            tracing.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

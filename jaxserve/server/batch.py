@@ -21,7 +21,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.app import create_app
 from jaxserve.types import EngineFailed
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
 def run(

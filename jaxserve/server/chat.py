@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 
@@ -18,7 +17,8 @@ from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
 from jaxserve.server.protocol import ChatRequest
 from jaxserve.server.service import Service, service_of
-from jaxserve.server.speech import Call, Part, Reply, Speech, Style, Thought, checked_functions
+from jaxserve.server.speech import Call, Part, Reply, Speech, Style, Thinking
+from jaxserve.server.toolbox import of_openai
 from jaxserve.types import OutputDelta
 
 router = APIRouter()
@@ -31,11 +31,10 @@ async def chat_completions(request: Request):
     body = await service.parse(request, ChatRequest)
     service.check_model(body.model)
     params = await service.params_of(body)
-    functions = [] if body.tool_choice == "none" else checked_functions(body.tools)
-    prompt = await encode_chat(service, body, functions)
-    style = service.style_of(prompt, functions, single=body.parallel_tool_calls is False)
-    if style.needs_special:
-        params = dataclasses.replace(params, skip_special_tokens=False)
+    toolbox = of_openai(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    prompt = await encode_chat(service, body, toolbox.functions)
+    style = service.style_of(prompt, toolbox)
+    params = await service.params_for(style, params)
     answer = Answer(service, body, work_of(request, "chatcmpl-", [prompt], params, body), style)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id)
@@ -144,7 +143,7 @@ def _whole_call(call: Call) -> dict:
 
 def _delta(part: Part) -> dict:
     match part:
-        case Thought(text):
+        case Thinking(text):
             return {"reasoning_content": text}
         case Call(id=None):
             call = {"index": part.index, "function": {"arguments": part.arguments}}

@@ -28,7 +28,8 @@ async def completions(request: Request):
     body = await service.parse(request, CompletionRequest)
     service.check_model(body.model)
     params = await service.params_of(body)
-    prompts = await service.encode_prompts(body)
+    special = body.add_special_tokens is not False
+    prompts = await service.encode_prompts(body.prompt, special=special, n=body.n or 1)
     work = work_of(request, "cmpl-", prompts, params, body)
     answer = Answer(service, body, work)
     if body.stream:

@@ -10,10 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
+import numpy as np
 from starlette.requests import Request
 
+from jaxserve.obs.metrics import Stopwatch
+from jaxserve.obs.tracing import CONTEXT_HEADERS, RequestSpan
 from jaxserve.server.service import Service, caller_of, service_of
 from jaxserve.types import (
     FinishReason,
@@ -23,10 +26,15 @@ from jaxserve.types import (
     TokenLogprob,
 )
 
+# Prompts of one request that the engine has at once. The others wait here, where they take no place
+# in the queue that all clients share.
+MAX_IN_FLIGHT = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one HTTP request asks of the engine. arrived: on time.monotonic's clock."""
+    """What one HTTP request asks of the engine. arrived: on time.monotonic's clock. trace: the
+    headers that name the client's span."""
 
     id: str
     prompts: list[list[int]]
@@ -36,6 +44,7 @@ class Work:
     timeout_s: float | None = None
     cache_salt: str = ""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
+    trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -57,6 +66,7 @@ def work_of(
         timeout_s=service.timeout_s(extra("timeout")),
         cache_salt=service.cache_salt(request, extra("cache_salt")),
         arrived=request.state.arrived,
+        trace={k: request.headers[k] for k in CONTEXT_HEADERS if k in request.headers},
     )
 
 
@@ -72,6 +82,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pooled: np.ndarray | None = None  # float32 [hidden size]
 
     def add(self, delta: OutputDelta) -> None:
         self.text.append(delta.text)
@@ -80,6 +91,7 @@ class Choice:
         if delta.finish_reason is not None:
             self.finish_reason = finish_name(delta.finish_reason)
             self.stop_reason = delta.stop_reason
+            self.pooled = delta.pooled
 
 
 @dataclasses.dataclass
@@ -114,26 +126,46 @@ async def run(service: Service, work: Work) -> AsyncIterator[list[tuple[int, Out
     A delta's index counts the choices of its prompt. Raises what the engine raises; times and ends
     of the request go to the metrics.
     """
-    watch = service.metrics.stopwatch(work.arrived, work.num_prompt_tokens)
+    watches = _watches(service, work)
     source = _one(service, work, 0) if len(work.prompts) == 1 else _several(service, work)
     reason = "abort"
     try:
         async with contextlib.aclosing(source):
             async for batch in source:
-                watch.saw_tokens(sum(len(delta.token_ids) for _, delta in batch))
+                count = sum(len(delta.token_ids) for _, delta in batch)
+                for watch in watches:
+                    watch.saw_tokens(count)
                 yield batch
                 ended = [delta.finish_reason for _, delta in batch if delta.finish_reason]
                 reason = finish_name(ended[-1]) if ended else reason
     except RequestRefused as refusal:
-        service.metrics.count_refusal(refusal.code)
-        watch = None
+        for watch in watches:
+            watch.refused(refusal.code)
+        watches = []
         raise
     except Exception:
         reason = "error"
         raise
     finally:
-        if watch is not None:
+        for watch in watches:
             watch.end(reason)
+
+
+def _watches(service: Service, work: Work) -> list[Stopwatch | RequestSpan]:
+    """Who follows this request."""
+    watches = [service.metrics.stopwatch(work.arrived, work.num_prompt_tokens)]
+    if service.tracing is not None:
+        params = work.params
+        attributes = {
+            "gen_ai.request.model": service.engine.model_name,
+            "gen_ai.usage.input_tokens": work.num_prompt_tokens,
+            "gen_ai.request.choice.count": len(work.prompts) * params.n,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.max_tokens": params.max_tokens or 0,
+        }
+        span = service.tracing.request(work.id, work.arrived, work.trace, attributes)
+        watches.append(span)
+    return watches
 
 
 async def _one(service, work, prompt_index) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
@@ -143,11 +175,12 @@ async def _one(service, work, prompt_index) -> AsyncIterator[list[tuple[int, Out
 
 
 async def _several(service, work) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
-    """Runs every prompt at once. The first to fail ends them all."""
+    """Runs many prompts at once. The first to fail ends them all."""
     news: asyncio.Queue = asyncio.Queue(maxsize=2 * len(work.prompts))
+    places = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def feed(prompt_index):
-        async with contextlib.aclosing(_one(service, work, prompt_index)) as source:
+        async with places, contextlib.aclosing(_one(service, work, prompt_index)) as source:
             async for batch in source:
                 await news.put(batch)
 
@@ -209,6 +242,7 @@ def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         stop_reason=second.stop_reason,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+        pooled=second.pooled,
     )
 
 

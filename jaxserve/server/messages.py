@@ -30,17 +30,19 @@ async def encode_chat(
     arguments["add_generation_prompt"] = body.add_generation_prompt is not False
     if functions:
         arguments["tools"] = [{"type": "function", "function": each} for each in functions]
-    ids = await service.in_thread(_render, service.tokenizer, messages, arguments)
+    ids = await service.in_thread(_encoded, service, messages, arguments)
     service.check_prompt(ids, "messages")
     return ids
 
 
-def _render(tokenizer, messages: list[dict], arguments: dict) -> list[int]:
+def _encoded(service: Service, messages: list[dict], arguments: dict) -> list[int]:
     """Runs the template; its own complaints (TemplateError is a ValueError) become a 400."""
     try:
-        return tokenizer.encode_chat(messages, **arguments)
+        prompt = service.tokenizer.render_chat(messages, **arguments)
     except ValueError as error:
         raise ApiError(400, f"messages: {error}", "invalid_messages", "messages") from None
+    service.check_fits(prompt.text, "messages")
+    return service.tokenizer.encode_rendered(prompt)
 
 
 def checked(messages: list[Message]) -> list[dict]:

@@ -12,6 +12,7 @@ REFUSALS = {
     "401": "The API key is missing or wrong.",
     "404": "No such model, or no such path.",
     "408": "The request arrived too slowly.",
+    "409": "Something else is in the way; see the message.",
     "413": "The body is too large.",
     "429": "Too many requests are waiting; see Retry-After.",
     "431": "The headers are too large.",

@@ -23,6 +23,9 @@ MAX_PROMPTS = 1024  # prompts in one request's list; n times prompts is bounded 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents
 
 NonNegative = Annotated[int, pydantic.Field(ge=0)]
+Salt = Annotated[str, pydantic.Field(min_length=1, max_length=256)]
+Priority = Annotated[int, pydantic.Field(ge=-(2**31), lt=2**31)]
+Timeout = Annotated[float, pydantic.Field(gt=0)]
 
 
 class Body(pydantic.BaseModel):
@@ -83,9 +86,9 @@ class Generating(Body):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, pydantic.Field(ge=-(2**31), lt=2**31)] | None = None
-    timeout: Annotated[float, pydantic.Field(gt=0)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
     use_beam_search: bool | None = None
     # The form of the output: OpenAI's word for it, then vLLM's two.
     response_format: dict[str, Any] | None = None
@@ -223,8 +226,8 @@ class ChatRequest(Generating):
         super().check_fields()
         refuse_unless(
             self, echo=(False,), modalities=(["text"],), audio=(), web_search_options=(),
-            functions=([],), function_call=("none",), tool_choice=("none", "auto"),
-            chat_template=(), continue_final_message=(False,),
+            functions=([],), function_call=("none",), chat_template=(),
+            continue_final_message=(False,),
         )  # fmt: skip
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "invalid_value", "top_logprobs")
@@ -239,6 +242,22 @@ class ChatRequest(Generating):
         if self.logprobs:
             overrides["logprobs"] = top or 0
         return self.sampling_params(**overrides)
+
+
+class EmbeddingsRequest(Body):
+    """POST /v1/embeddings. pooling is not OpenAI's."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Literal["mean", "last"] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=0, pooling=self.pooling or "mean")
 
 
 class TokenizeRequest(Body):

@@ -3,103 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
 
-import pydantic
 from fastapi import APIRouter, Request
 
 from jaxserve.server import sse
-from jaxserve.server.errors import ApiError, json_response, quote
+from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.generation import Tally, Work, collect, finish_name, run, work_of
 from jaxserve.server.limits import run_while_connected
 from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
-from jaxserve.server.protocol import Body, ContentPart, Message, refuse_unless
+from jaxserve.server.responses_protocol import ResponsesChat, ResponsesRequest
 from jaxserve.server.service import Service, service_of
-from jaxserve.server.speech import Reply, Style
-from jaxserve.types import SamplingParams
+from jaxserve.server.speech import Call, Part, Reply, Style
 
 router = APIRouter()
-
-
-class InputItem(pydantic.BaseModel):
-    """A message among the input; other kinds of items are refused by name."""
-
-    model_config = pydantic.ConfigDict(strict=True, extra="ignore")
-
-    type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
-
-
-class ResponsesRequest(Body):
-    """POST /v1/responses."""
-
-    input: str | list[InputItem]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None
-    reasoning: dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
-    background: bool | None = None
-    include: list[str] | None = None
-    truncation: str | None = None
-    top_logprobs: int | None = None
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        refuse_unless(
-            self, tools=([],), tool_choice=("auto", "none"), previous_response_id=(),
-            conversation=(), prompt=(), background=(False,), include=([],),
-            truncation=("disabled",), top_logprobs=(0,),
-        )  # fmt: skip
-        form = (self.text or {}).get("format")
-        if form not in (None, {"type": "text"}):
-            message = f"text.format={quote(form)} is not supported here"
-            raise ApiError(400, message, "unsupported_value", "text")
-        if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            message = f"max_output_tokens={self.max_output_tokens}: must be at least 1"
-            raise ApiError(400, message, "invalid_value", "max_output_tokens")
-
-    def params(self) -> SamplingParams:
-        given = {name: getattr(self, name) for name in ("temperature", "top_p")}
-        given = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=self.max_output_tokens, **given)
-
-
-class _Chat:
-    """The input as encode_chat takes it: instructions are the first message."""
-
-    add_generation_prompt = None
-    chat_template_kwargs = None
-
-    def __init__(self, body: ResponsesRequest):
-        items = body.input
-        if isinstance(items, str):
-            items = [InputItem(role="user", content=items)]
-        self.messages = [_turn(item) for item in items]
-        if body.instructions:
-            self.messages.insert(0, Message(role="developer", content=body.instructions))
-        self.reasoning_effort = (body.reasoning or {}).get("effort")
-
-
-def _turn(item: InputItem) -> Message:
-    if item.type != "message" or item.role is None:
-        message = f"input: items of type {quote(item.type)} are not supported here"
-        raise ApiError(400, message, "unsupported_value", "input")
-    return Message(role=item.role, content=item.content)
 
 
 @router.post("/v1/responses", **takes(ResponsesRequest, streams=True))
@@ -109,8 +29,12 @@ async def responses(request: Request):
     body = await service.parse(request, ResponsesRequest)
     service.check_model(body.model)
     params = service.open_for(body.params())
-    prompt = await encode_chat(service, _Chat(body))
-    style = service.style_of(prompt, [], single=False)
+    toolbox = body.toolbox()
+    form = None if body.text is None else await service.in_thread(body.grammar)
+    chat = await service.in_thread(ResponsesChat, body)
+    prompt = await encode_chat(service, chat, toolbox.functions)
+    style = service.style_of(prompt, toolbox)
+    params = await service.params_for(style, dataclasses.replace(params, grammar=form))
     answer = Answer(service, body, work_of(request, "resp_", [prompt], params), style)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id, answer.error_event)
@@ -128,8 +52,8 @@ class Answer:
         self._service = service
         self._body = body
         self._work = work
-        self._item_id = work.id.replace("resp_", "msg_")
         self._created = int(time.time())
+        self._items = Items(work.id.removeprefix("resp_"))
         self._sequence = 0  # numbers the events
 
     def _response(self, status: str, output: list, usage: dict | None = None, **more) -> dict:
@@ -146,47 +70,39 @@ class Answer:
             "metadata": {},
             "model": self._service.engine.model_name,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": False,
             "temperature": self._work.params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.format},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [],
+            "tools": body.tools or [],
             "top_p": self._work.params.top_p,
             "truncation": "disabled",
             "usage": usage,
             **more,
         }
 
-    def _finished(self, text: str, reason: str, tally: Tally) -> dict:
+    def _finished(self, reason: str, tally: Tally) -> dict:
         """The response object at its end; only a stop of the model's own completes it."""
-        complete = reason == "stop"
-        status = "completed" if complete else "incomplete"
         why = {"length": "max_output_tokens"}.get(reason, reason)
-        details = None if complete else {"reason": why}
-        output = [self._item(status, [_part(text)])]
-        return self._response(status, output, _usage(tally), incomplete_details=details)
-
-    def _item(self, status: str, content: list[dict]) -> dict:
-        return {
-            "type": "message",
-            "id": self._item_id,
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        details = None if reason == "stop" else {"reason": why}
+        status = _status(reason)
+        return self._response(status, self._items.output, _usage(tally), incomplete_details=details)
 
     async def whole(self) -> dict:
         (choice,), tally = await collect(self._service, self._work)
         text = "".join(choice.text)
         reply = await self._service.in_thread(Reply.of, self._style, text)
-        return self._finished(reply.content, choice.finish_reason, tally)
+        for part in [reply.content] * bool(reply.content) + reply.calls:
+            self._items.add(part)
+        self._items.end(_status(choice.finish_reason))
+        return self._finished(choice.finish_reason, tally)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Events from response.created to response.completed or response.incomplete."""
-        tally, text, reason = Tally(self._work.num_prompt_tokens), [], "stop"
+        tally, reason = Tally(self._work.num_prompt_tokens), "stop"
         speech = self._style.speech()
         async with contextlib.aclosing(run(self._service, self._work)) as news:
             async for batch in news:
@@ -197,52 +113,132 @@ class Answer:
                     if delta.finish_reason is not None:
                         parts += speech.finish()
                         reason = finish_name(delta.finish_reason)
-                    for piece in (part for part in parts if isinstance(part, str)):
-                        text.append(piece)
-                        events.append(self._text_event("delta", delta=piece))
-                yield b"".join(events)
-        yield self._closing("".join(text), reason, tally)
+                    for part in parts:
+                        events += map(self._numbered, self._items.add(part))
+                if events:
+                    yield b"".join(events)
+        ends = map(self._numbered, self._items.end(_status(reason)))
+        final = self._finished(reason, tally)
+        yield b"".join([*ends, self._event(f"response.{final['status']}", response=final)])
 
     def _opening(self) -> list[bytes]:
         fresh = self._response("in_progress", [])
         return [
             self._event("response.created", response=fresh),
             self._event("response.in_progress", response=fresh),
-            self._event(
-                "response.output_item.added", output_index=0, item=self._item("in_progress", [])
-            ),
-            self._event("response.content_part.added", **self._place(), part=_part("")),
         ]
 
-    def _closing(self, text: str, reason: str, tally: Tally) -> bytes:
-        final = self._finished(text, reason, tally)
-        return b"".join(
-            [
-                self._text_event("done", text=text),
-                self._event("response.content_part.done", **self._place(), part=_part(text)),
-                self._event("response.output_item.done", output_index=0, item=final["output"][0]),
-                self._event(f"response.{final['status']}", response=final),
-            ]
-        )
-
-    def _place(self) -> dict:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-
-    def _text_event(self, kind: str, **content) -> bytes:
-        place = self._place()
-        return self._event(f"response.output_text.{kind}", **place, **content, logprobs=[])
-
     def _event(self, kind: str, **content) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._sequence, **content}
+        return self._numbered({"type": kind, **content})
+
+    def _numbered(self, event: dict) -> bytes:
+        numbered = {**event, "sequence_number": self._sequence}
         self._sequence += 1
-        return sse.event(numbered, kind)
+        return sse.event(numbered, event["type"])
 
     def error_event(self, error: ApiError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
 
-def _part(text: str) -> dict:
+class Items:
+    """The output's items; at most one is open, the last. Reasoning is dropped.
+
+    output: the items so far, whole once they are closed.
+    """
+
+    def __init__(self, response_id: str):
+        self.output: list[dict] = []
+        self._response_id = response_id
+        self._open: str | int | None = None  # "message", or the index of a call
+
+    def add(self, part: Part) -> list[dict]:
+        """Events of one part: first those of a change of items, if it belongs into another."""
+        match part:
+            case str():
+                events = self._switch("message", self._message)
+                self.output[-1]["content"][0]["text"] += part
+                place = self._place(content_index=0)
+                return [*events, _event("output_text.delta", **place, delta=part, logprobs=[])]
+            case Call():
+                events = self._switch(part.index, lambda: self._call(part))
+                self.output[-1]["arguments"] += part.arguments
+                delta = _event(
+                    "function_call_arguments.delta", **self._place(), delta=part.arguments
+                )
+                return [*events, delta] if part.arguments else events
+        return []
+
+    def end(self, status: str) -> list[dict]:
+        """Closes the last item. An answer without any is an empty message."""
+        events = [] if self.output else self._switch("message", self._message)
+        return [*events, *self._close(status)]
+
+    def _switch(self, held: str | int, item) -> list[dict]:
+        if held == self._open:
+            return []
+        events = self._close("completed")
+        self._open = held
+        self.output.append(item())
+        added = {**self.output[-1], "content": []} if held == "message" else {**self.output[-1]}
+        events.append(_event("output_item.added", output_index=self._index, item=added))
+        if held == "message":
+            place = self._place(content_index=0)
+            events.append(_event("content_part.added", **place, part=_text("")))
+        return events
+
+    def _close(self, status: str) -> list[dict]:
+        if self._open is None:
+            return []
+        item, events = self.output[-1], []
+        item["status"] = status
+        if self._open == "message":
+            place, text = self._place(content_index=0), item["content"][0]["text"]
+            events.append(_event("output_text.done", **place, text=text, logprobs=[]))
+            events.append(_event("content_part.done", **place, part=_text(text)))
+        else:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(_event("function_call_arguments.done", **self._place(), **told))
+        events.append(_event("output_item.done", output_index=self._index, item=item))
+        self._open = None
+        return events
+
+    @property
+    def _index(self) -> int:
+        return len(self.output) - 1
+
+    def _place(self, **more) -> dict:
+        return {"item_id": self.output[-1]["id"], "output_index": self._index, **more}
+
+    def _message(self) -> dict:
+        return {
+            "type": "message",
+            "id": f"msg_{self._response_id}_{len(self.output)}",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [_text("")],
+        }
+
+    def _call(self, call: Call) -> dict:
+        return {
+            "type": "function_call",
+            "id": call.id.replace("call_", "fc_", 1),
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+
+
+def _event(kind: str, **content) -> dict:
+    return {"type": f"response.{kind}", **content}
+
+
+def _text(text: str) -> dict:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _status(reason: str) -> str:
+    return "completed" if reason == "stop" else "incomplete"
 
 
 def _usage(tally: Tally) -> dict:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import time
 
 import orjson
 from starlette.requests import Request
 
 from jaxserve.config import ServerConfig
+from jaxserve.grammar import GrammarRefused
 from jaxserve.obs.metrics import Metrics
+from jaxserve.obs.tracing import Tracing
 from jaxserve.server import speech, structured
 from jaxserve.server.auth import CacheSalts, Caller
 from jaxserve.server.errors import ApiError, quote
 from jaxserve.server.limits import read_body
-from jaxserve.server.protocol import MAX_PROMPTS, Body, CompletionRequest, Generating
+from jaxserve.server.protocol import MAX_PROMPTS, Body, Generating
+from jaxserve.server.toolbox import Toolbox
 from jaxserve.types import SamplingParams
 
 TOKENIZER_THREADS = 2
 # Bodies above this are parsed in a thread: a list of a million ids takes 0.3 s to validate.
 INLINE_BODY_BYTES = 128 << 10
-FALLBACK_CHARS_A_TOKEN = 128  # no vocabulary has longer tokens but for runs of spaces
 
 
 @dataclasses.dataclass
@@ -32,6 +35,7 @@ class Service:
     engine: object  # AsyncEngine, or anything that keeps its contract
     config: ServerConfig
     metrics: Metrics
+    tracing: Tracing | None = None
     salts: CacheSalts = dataclasses.field(default_factory=CacheSalts)
     started: int = dataclasses.field(default_factory=lambda: int(time.time()))
     pool: concurrent.futures.ThreadPoolExecutor = dataclasses.field(
@@ -40,16 +44,11 @@ class Service:
         )
     )
 
+    profiling: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+
     @property
     def tokenizer(self):
         return self.engine.tokenizer
-
-    @property
-    def max_prompt_chars(self) -> int:
-        """Characters that no prompt within the model's context can exceed."""
-        longest = getattr(self.tokenizer, "max_chars_for", None)
-        tokens = self.engine.max_model_len
-        return longest(tokens) if longest else tokens * FALLBACK_CHARS_A_TOKEN
 
     async def in_thread(self, function, *arguments):
         """Result of a CPU-bound call, made where it blocks neither event loop nor engine."""
@@ -78,8 +77,10 @@ class Service:
     async def params_of(self, body: Generating) -> SamplingParams:
         """Checked parameters of the body, its grammar included."""
         params = self.open_for(body.params())
-        grammar = await self.in_thread(structured.grammar_of, body)
-        return params if grammar is None else dataclasses.replace(params, grammar=grammar)
+        make = structured.grammar_of(body)
+        if make is None:
+            return params
+        return dataclasses.replace(params, grammar=await self.in_thread(make))
 
     def check_open(self) -> None:
         """Refuses early what the engine would refuse or never run."""
@@ -95,10 +96,22 @@ class Service:
             message = f"{waiting} requests are waiting already (limit {limit}); try again later."
             raise ApiError(429, message, "queue_full", retry_after=1)
 
-    def style_of(self, prompt: list[int], functions: list[dict], *, single: bool) -> speech.Style:
+    def style_of(self, prompt: list[int], toolbox: Toolbox = speech.EMPTY) -> speech.Style:
         """How to read the answers to a rendered prompt; raises ApiError for tools that cannot."""
         parser = None if self.config.tool_parser == "auto" else self.config.tool_parser
-        return speech.style_of(self.tokenizer, prompt, functions, parser=parser, single=single)
+        return speech.style_of(self.tokenizer, prompt, toolbox, parser=parser)
+
+    async def params_for(self, style: speech.Style, params: SamplingParams) -> SamplingParams:
+        """params whose text can be read in this style, and keeps its rules."""
+        if style.needs_special:
+            params = dataclasses.replace(params, skip_special_tokens=False)
+        if params.grammar is None and not style.toolbox.constrained:
+            return params
+        try:
+            grammar = await self.in_thread(style.grammar, params.grammar)
+        except GrammarRefused as error:
+            raise ApiError(400, f"tools: {error}", "invalid_grammar", "tools") from None
+        return dataclasses.replace(params, grammar=grammar)
 
     def timeout_s(self, asked: float | None) -> float:
         limit = self.config.request_timeout_s
@@ -109,32 +122,45 @@ class Service:
 
     # Prompts
 
-    async def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """Token ids of each prompt of the request, checked against vocabulary and context."""
-        prompts = _prompt_list(body.prompt)
-        if len(prompts) * (body.n or 1) > MAX_PROMPTS:
-            message = f"{len(prompts)} prompts with n={body.n or 1}: at most {MAX_PROMPTS} in all"
-            raise ApiError(400, message, "invalid_value", "prompt")
+    async def encode_prompts(
+        self, prompt: str | list, *, special: bool = True, n: int = 1, field: str = "prompt"
+    ) -> list[list[int]]:
+        """Token ids of one prompt or several, checked against vocabulary and context.
+
+        n: choices of each; field: the one to blame.
+        """
+        prompts = _prompt_list(prompt)
+        if len(prompts) * n > MAX_PROMPTS:
+            message = f"{field}: {len(prompts)} of them with n={n}: at most {MAX_PROMPTS} in all"
+            raise ApiError(400, message, "invalid_value", field)
         for prompt in prompts:
-            self.check_chars(len(prompt) if isinstance(prompt, str) else 0, "prompt")
+            self.check_chars(len(prompt) if isinstance(prompt, str) else 0, field)
         if any(isinstance(prompt, str) for prompt in prompts):
-            special = body.add_special_tokens is not False
-            prompts = await self.in_thread(self._encode_all, prompts, special)
+            encode = functools.partial(self._encode, special=special, field=field)
+            prompts = await self.in_thread(lambda: [encode(prompt) for prompt in prompts])
         for ids in prompts:
-            self.check_prompt(ids, "prompt")
+            self.check_prompt(ids, field)
         return prompts
 
-    def _encode_all(self, prompts: list, special: bool) -> list[list[int]]:
-        return [
-            self.tokenizer.encode(prompt, add_special_tokens=special)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+    def _encode(self, prompt: str | list[int], special: bool, field: str) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        self.check_fits(prompt, field)
+        return self.tokenizer.encode(prompt, add_special_tokens=special)
+
+    def check_fits(self, text: str, param: str) -> None:
+        """Refuses text of too many tokens after a look at its beginning. Tokenises some: for a
+        thread."""
+        limit = self.engine.max_model_len
+        if self.tokenizer.cannot_fit(text, limit):
+            message = (
+                f"This model's context is {limit} tokens and the {param} has more. Shorten it."
+            )
+            raise ApiError(400, message, "context_length_exceeded", param)
 
     def check_chars(self, count: int, param: str) -> None:
-        """Refuses text that cannot fit before a tokenizer spends seconds on finding out."""
-        limit = self.max_prompt_chars
+        """Refuses text that cannot fit at a glance, before it waits for a thread."""
+        limit = self.tokenizer.max_chars_for(self.engine.max_model_len)
         if count > limit:
             message = (
                 f"The prompt has {count} characters; with a context of {self.engine.max_model_len} "

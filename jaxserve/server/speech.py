@@ -7,18 +7,19 @@ with the text as it streams. The answer that is not streamed is the streamed one
 from __future__ import annotations
 
 import dataclasses
-import re
 import uuid
+from collections.abc import Mapping
 
-from jaxserve.server.errors import ApiError, quote
+from jaxserve.grammar import Calls, GrammarSpec, Thought, framed
+from jaxserve.server.errors import ApiError
+from jaxserve.server.toolbox import Toolbox
 from jaxserve.tokenizer import reasoning, tools
 
-MAX_TOOLS = 128
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+EMPTY = Toolbox()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Thought:
+class Thinking:
     """A piece of reasoning."""
 
     text: str
@@ -34,28 +35,35 @@ class Call:
     arguments: str
 
 
-Part = str | Thought | Call  # a str is a piece of the answer
+Part = str | Thinking | Call  # a str is a piece of the answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Style:
     """How to read the answers of one request.
 
-    thinks: the model reasons between <think> and </think>; opened: its prompt ends inside.
-    parser: reads tool calls, None when there are no tools. names: of the tools. single: no more
-    than one call an answer.
+    thought: the model's reasoning before it, None for models that do not reason. parser: reads tool
+    calls, None when there are no tools. control: those of its marks that are control tokens.
     """
 
-    thinks: bool = False
-    opened: bool = False
+    thought: Thought | None = None
     parser: type[tools.ToolParser] | None = None
-    names: frozenset[str] = frozenset()
-    single: bool = False
+    toolbox: Toolbox = EMPTY
+    control: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def needs_special(self) -> bool:
-        """Whether special tokens must be part of the text for the calls to be seen."""
-        return self.parser is not None and self.parser.needs_special
+        """Whether control tokens must be part of the text for its parts to be seen."""
+        return bool(self.control or (self.thought and self.thought.control))
+
+    def grammar(self, answer: GrammarSpec | None) -> GrammarSpec | None:
+        """The grammar of the whole text when its answer has one, and of its calls where they must
+        be held to one. May take some milliseconds; raises GrammarRefused."""
+        box, calls = self.toolbox, None
+        if self.parser is not None and (box.constrained or answer is not None):
+            schemas = {name: each for name, each in box.schemas.items() if name in box.allowed}
+            calls = Calls(self.parser.name, schemas, box.forced, box.single, self.control)
+        return framed(answer, calls, self.thought)
 
     def speech(self) -> Speech:
         return Speech(self)
@@ -65,9 +73,10 @@ class Speech:
     """One choice's text to parts. num_calls: calls that have begun."""
 
     def __init__(self, style: Style):
-        self._reasoning = reasoning.ReasoningSplitter(style.opened) if style.thinks else None
-        self._calls = style.parser(style.names) if style.parser else None
-        self._single = style.single
+        thought = style.thought
+        self._reasoning = reasoning.ReasoningSplitter(thought.opened) if thought else None
+        self._calls = style.parser(style.toolbox.schemas) if style.parser else None
+        self._single = style.toolbox.single
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -87,7 +96,7 @@ class Speech:
         return self._parts(thought, text, events)
 
     def _parts(self, thought: str, text: str, events) -> list[Part]:
-        parts: list[Part] = [Thought(thought)] if thought else []
+        parts: list[Part] = [Thinking(thought)] if thought else []
         for event in [text] if events is None else events:
             if isinstance(event, str):
                 parts += [event] if event else []
@@ -119,7 +128,7 @@ class Reply:
 
     def add(self, part: Part) -> None:
         match part:
-            case Thought(text):
+            case Thinking(text):
                 self.reasoning += text
             case Call(index=index, id=None):
                 known = self.calls[index]
@@ -132,51 +141,33 @@ class Reply:
 
 
 def style_of(
-    tokenizer, prompt_ids: list[int], functions: list[dict], *, parser: str | None, single: bool
+    tokenizer, prompt_ids: list[int], toolbox: Toolbox = EMPTY, *, parser: str | None = None
 ) -> Style:
-    """The Style for a rendered prompt. functions: OpenAI's function objects, checked.
+    """The Style for a rendered prompt. parser: the format of calls; None finds the template's.
 
     Raises ApiError when the model has no way of calling functions that the server can read.
     """
     template = tokenizer.chat_template or ""
-    found = tools.find_parser(parser, template) if functions else None
-    if functions and found is None:
+    found = tools.find_parser(parser, template) if toolbox.functions else None
+    if toolbox.functions and found is None:
         message = (
             "tools: this model's chat template has no tool calls that the server can read; "
             "start it with --tool_parser to name their format"
         )
         raise ApiError(400, message, "unsupported_value", "tools")
-    tail = tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
     return Style(
-        thinks=reasoning.BEGIN in template,
-        opened=reasoning.opens_reasoning(tail),
+        thought=_thought(tokenizer, prompt_ids, template),
         parser=found,
-        names=frozenset(function["name"] for function in functions),
-        single=single,
+        toolbox=toolbox,
+        control=tokenizer.control_tokens(found.marks) if found else {},
     )
 
 
-def checked_functions(tool_list: list[dict] | None) -> list[dict]:
-    """The function objects of [{"type": "function", "function": {...}}]; raises ApiError."""
-    if len(tool_list or ()) > MAX_TOOLS:
-        raise _refused(f"{len(tool_list)} of them; at most {MAX_TOOLS}")
-    functions = []
-    for i, tool in enumerate(tool_list or ()):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise _refused(f"entry {i} has type {quote(tool.get('type'))}; only function is known")
-        name = function.get("name")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise _refused(f"entry {i} has name {quote(name)}: 1 to 64 of A-Z a-z 0-9 _ . -")
-        if not isinstance(function.get("parameters", {}), dict | None):
-            raise _refused(f"{name}.parameters must be a JSON schema object")
-        if function.get("strict"):
-            raise _refused(f"{name}.strict=true is not supported: arguments are not constrained")
-        functions.append(function)
-    if len({function["name"] for function in functions}) != len(functions):
-        raise _refused("two of them have the same name")
-    return functions
-
-
-def _refused(rule: str) -> ApiError:
-    return ApiError(400, f"tools: {rule}", "invalid_value", "tools")
+def _thought(tokenizer, prompt_ids: list[int], template: str) -> Thought | None:
+    """The reasoning that an answer to this prompt begins with, if the model reasons."""
+    begin, end = reasoning.BEGIN, reasoning.END
+    tail = tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
+    if begin not in template or reasoning.ends_reasoning(tail):
+        return None
+    opened = reasoning.opens_reasoning(tail)
+    return Thought(begin, end, opened, tokenizer.control_tokens([begin, end]))

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from jaxserve.obs import manifest
+from jaxserve.server import embeddings
 from jaxserve.server.errors import ApiError, json_response, quote
 from jaxserve.server.service import Service, service_of
 
@@ -87,6 +88,7 @@ def _model(service: Service) -> dict:
         "root": name,
         "parent": None,
         "max_model_len": service.engine.max_model_len,
+        "embeddings": embeddings.card(service),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,9 @@ _MAKERS: dict[str, Callable[[Any], GrammarSpec]] = {
 _KINDS = {"json": (dict, str), "regex": str, "choice": list, "grammar": str}
 
 
-def grammar_of(body: Generating) -> GrammarSpec | None:
-    """The grammar the output must follow. May take some milliseconds; raises ApiError."""
+def grammar_of(body: Generating) -> Callable[[], GrammarSpec] | None:
+    """What makes the grammar that the output must follow, None without one. Making it may take some
+    milliseconds; both raise ApiError."""
     asked = []  # (field to blame, maker, value)
     form = body.response_format
     if form is not None and form.get("type") != "text":
@@ -36,11 +38,22 @@ def grammar_of(body: Generating) -> GrammarSpec | None:
         names = " and ".join(name for name, _, _ in asked)
         raise ApiError(400, f"{names}: give one of them", "invalid_value", asked[1][0])
     for name, maker, value in asked:
-        try:
-            return maker(value)
-        except GrammarRefused as error:
-            raise ApiError(400, f"{name}: {error}", "invalid_grammar", name) from None
+        return functools.partial(_made, maker, value, name)
     return None
+
+
+def grammar_of_format(form: Any, field: str) -> GrammarSpec | None:
+    """The grammar of a response_format that came in `field`; None for text."""
+    if isinstance(form, dict) and form.get("type") == "text":
+        return None
+    return _made(_from_response_format, form, field)
+
+
+def _made(maker: Callable[[Any], GrammarSpec], value: Any, field: str) -> GrammarSpec:
+    try:
+        return maker(value)
+    except GrammarRefused as error:
+        raise ApiError(400, f"{field}: {error}", "invalid_grammar", field) from None
 
 
 def _maker_of(name: str) -> Callable[[Any], GrammarSpec]:
@@ -60,8 +73,8 @@ def _maker_of(name: str) -> Callable[[Any], GrammarSpec]:
     return checked
 
 
-def _from_response_format(form: dict) -> GrammarSpec:
-    kind = form.get("type")
+def _from_response_format(form: Any) -> GrammarSpec:
+    kind = form.get("type") if isinstance(form, dict) else None
     if kind == "json_object":
         return GrammarSpec.json_object()
     if kind != "json_schema":

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the model's tokenizer makes of text, and back."""
+"""The model's tokenizer over HTTP: /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ async def detokenize(request: Request):
     service.check_ids(body.tokens, "tokens")
     text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
     return json_response({"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request):
+    """The tokens that have names, and the chat template: with the two above, all that an
+    evaluation harness needs of the tokenizer."""
+    tokenizer = service_of(request).tokenizer
+    named = {name: text or None for name, text in tokenizer.named_tokens.items()}
+    return json_response({**named, "chat_template": tokenizer.chat_template})

@@ -22,7 +22,9 @@ def load(path: pathlib.Path, override: pathlib.Path | None = None) -> Tokenizer:
         return _load(path)
     except ValueError:
         raise
-    except Exception as error:  # files are hostile input, and libraries raise bare Exception
+    except BaseException as error:  # files are hostile input: libraries raise bare Exception or,
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # in Rust, panic
         raise ValueError(
             f"{path}: its tokenizer is damaged ({type(error).__name__}: {error}); name another "
             "with --tokenizer"

@@ -15,12 +15,13 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from jaxserve.tokenizer.chat import ChatTemplate
+from jaxserve.tokenizer.chat import ChatTemplate, Prompt
 from jaxserve.tokenizer.sandbox import TemplateError
 
 PROBED_CHARS_PER_TOKEN = 8
 # Words, numbers, code, spaces, scripts and an emoji: tokenizers that differ split it differently.
 _PROBE = "It's 3.14159 o'clock;\n    def f(x):\treturn x**2  # naïve Straße 東京 Привет 👍🏽"
+NEVER_MERGED = "\x02"  # in no vocabulary part of a longer token
 
 
 class Encoder(Protocol):
@@ -106,8 +107,8 @@ class Tokenizer:
     def _set_template(self, source: str | None) -> None:
         self.chat_template, self._chat = source, None
         if source is not None:
-            special = {text for text, token in self._added.items() if token in self.special_ids}
-            self._chat = ChatTemplate(source, special, self._added, self._named_tokens())
+            special = self._special_texts()
+            self._chat = ChatTemplate(source, special, self._added, self.named_tokens)
             self._encode_sealed = self._encoder.sealed(self._chat.control)
 
     # ---- text to ids
@@ -125,10 +126,14 @@ class Tokenizer:
             ids = ids + self.end
         return self._begun_once(ids)
 
-    def encode_chat(
+    def encode_chat(self, messages: Sequence[dict], **arguments) -> list[int]:
+        """Ids of a chat, laid out by the model's template: render_chat, then encode_rendered."""
+        return self.encode_rendered(self.render_chat(messages, **arguments))
+
+    def render_chat(
         self, messages: Sequence[dict], *, tools=None, add_generation_prompt=True, **template_kwargs
-    ) -> list[int]:
-        """Ids of a chat, laid out by the model's template, with exactly one begin token if wanted.
+    ) -> Prompt:
+        """A chat as the model's template lays it out.
 
         Control tokens come from the template alone: spelled in a message, a tool or an argument
         they are ordinary text. Raises TemplateError, a ValueError that says what to do.
@@ -138,11 +143,32 @@ class Tokenizer:
                 "this model has no chat template; send the text to /v1/completions (LLM.generate), "
                 "or give a Jinja file with --chat_template"
             )
-        prompt = self._chat.render(
+        return self._chat.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
+
+    def encode_rendered(self, prompt: Prompt) -> list[int]:
+        """Ids of a laid out chat, with exactly one begin token if the model wants one."""
         encode = self._encode_sealed if prompt.sealed else self._encoder.encode
         return self._begun_once(encode(prompt.text))
+
+    def output_encoder(self) -> Callable[[str], list[int]]:
+        """An encode for text inside an output: its tokens stand for the text's own bytes, with no
+        space put before them, and control tokens spelled in it are ordinary text."""
+        encode = self._encoder.sealed(self._special_texts())
+        return self._without_first_space(encode) if self.drops_first_space else encode
+
+    def _without_first_space(self, encode: Callable[[str], list[int]]):
+        def inside(text: str) -> list[int]:
+            ids, begun = encode(NEVER_MERGED + text), b""
+            for at, token in enumerate(ids):
+                begun += self._data[token]
+                if begun.endswith(NEVER_MERGED.encode()):
+                    return ids[at + 1 :]
+            ids = encode(text)  # a normaliser took it away
+            return ids[1:] if ids and self._data[ids[0]] == b" " else ids
+
+        return inside
 
     def max_chars_for(self, max_tokens: int) -> int:
         """No text of more characters fits in max_tokens: a free check before tokenising."""
@@ -189,6 +215,14 @@ class Tokenizer:
         """One token as text, for display: halves of characters show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def control_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of the texts that are control tokens of the vocabulary, with their ids."""
+        ids = {text: self._added[text] for text in texts if text in self._added}
+        return {text: token for text, token in ids.items() if token in self.special_ids}
+
+    def _special_texts(self) -> set[str]:
+        return {text for text, token in self._added.items() if token in self.special_ids}
+
     def is_special(self, token: int) -> bool:
         return token in self.special_ids
 
@@ -209,8 +243,9 @@ class Tokenizer:
     def _known(self, ids: Iterable[int]) -> Iterable[int]:
         return (token for token in ids if 0 <= token < self.vocab_size)
 
-    def _named_tokens(self) -> dict[str, str]:
-        """The tokens that templates call by name, as text."""
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that templates call by name, as text; "" for those the model lacks."""
         named = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
         return {f"{k}_token": "" if v is None else self._pieces[v] for k, v in named.items()}
 

@@ -14,6 +14,7 @@ from jaxserve.tokenizer.folder import TokenizerFolder, extend
 from jaxserve.tokenizer.seal import SEAL
 from jaxserve.tokenizer.vocabulary import byte_of
 
+UNUSUAL = "\U000f1234 \u00e9\U0001f600"  # a vocabulary without bytes has none of these
 BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # How many characters can become one before tokens are counted. Composing accents (NFC) joins four
@@ -115,6 +116,7 @@ def from_folder(folder: TokenizerFolder) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     extend(tokenizer, folder.added_tokens())
+    tokenizer.encode(UNUSUAL)  # what fails on characters it does not know fails now
     return assemble(tokenizer, token_table(tokenizer), folder, *_ends(tokenizer))
 
 
@@ -135,6 +137,9 @@ def assemble(
             default[:] = [token for token in default if token != ids[role]]
         elif wanted and ids[role] is not None and ids[role] not in default:
             default.append(ids[role])
+    for token in (*begin, *end):
+        if token >= len(table.pieces):
+            raise ValueError(f"prompts begin or end with token {token}, which there is not")
     return Tokenizer(
         FastEncoder(tokenizer),
         table,

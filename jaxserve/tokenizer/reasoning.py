@@ -80,3 +80,8 @@ class ReasoningSplitter:
 def opens_reasoning(prompt: str) -> bool:
     """Whether a rendered prompt leaves the model inside its reasoning."""
     return prompt.rstrip(SPACES).endswith(BEGIN)
+
+
+def ends_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt has the model's reasoning behind it, as templates do without."""
+    return prompt.rstrip(SPACES).endswith(END)

@@ -13,6 +13,10 @@ from jaxserve.tokenizer.base import TokenTable
 # Kinds of piece; both formats use these numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
+# Squares of the tokens' lengths in all, which is what finding their splits costs: 100 times what
+# the largest published vocabularies have.
+MAX_SPLIT_CHARS = 10**9
+
 WORD_MARK = "\u2581"  # sentencepiece spells a space so
 
 Merges = Sequence[tuple[str, str]]
@@ -62,6 +66,9 @@ class Vocabulary:
             raise ValueError(
                 f"{len(scores)} scores for {len(self.pieces)} tokens; the file is damaged"
             )
+        work = sum(len(piece) ** 2 for piece in self.pieces)
+        if work > MAX_SPLIT_CHARS:
+            raise ValueError("the vocabulary has tokens of too many characters; it is damaged")
         ids, joined, lefts, rights = self.ids, [], [], []
         for token, (piece, kind) in enumerate(zip(self.pieces, self.kinds)):
             if kind not in (NORMAL, USER_DEFINED):

@@ -120,6 +120,7 @@ class Answer:
     error: Exception | None = None
     cached: int = 0
     prompt_logprobs: list | None = None
+    pooled: object = None  # float32 [D]
 
 
 def collect(core: EngineCore, answers: dict, outputs) -> None:
@@ -132,6 +133,7 @@ def collect(core: EngineCore, answers: dict, outputs) -> None:
         answer.cached = max(answer.cached, delta.num_cached_tokens)
         answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
         answer.error = delta.error
+        answer.pooled = delta.pooled
         answer.finish = delta.finish_reason
 
 

@@ -27,11 +27,14 @@ def inputs(rows, **values):
         fields[name] = jnp.asarray(value.astype(DTYPES.get(name, np.float32)))
     seed = np.broadcast_to(values.pop("seed", 0), (rows,)).astype(np.uint32)
     flags = dict.fromkeys(("any_penalty", "any_bias", "any_truncation"), True)
-    flags |= dict.fromkeys(("any_logprobs", "any_prompt_logprobs", "any_grammar"), False)
+    flags |= dict.fromkeys(
+        ("any_logprobs", "any_prompt_logprobs", "any_grammar", "any_pooling"), False
+    )
     assert not values, values
     return SamplingInputs(
         seed_S2=jnp.asarray(np.stack([np.zeros_like(seed), seed], 1)),
         next_token_T=jnp.zeros((rows,), jnp.int32),
+        pooling_S=jnp.zeros((rows,), jnp.int32),
         **{name: jnp.asarray(flag) for name, flag in flags.items()},
         **fields,
     )
@@ -186,7 +189,7 @@ def test_broken_logits_are_reported_not_sampled():
 def test_penalties_by_hand():
     """Prompt [1, 2, 2], output [2, 3, 3]: divided or multiplied once, counted over output only."""
     params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=1.0)
-    state = init_state(None, num_slots=2, history_len=8, vocab_size=6)
+    state = init_state(None, num_slots=2, history_len=8, vocab_size=6, hidden_size=4)
     row = row_settings([1, 2, 2, 2, 3, 3], params, (), 8, 6)
     state = set_row(state, jnp.int32(1), row)
     logits_SV = jnp.asarray([[1.0, 2.0, -1.0, 0.5, 3.0, -2.0]])
@@ -203,7 +206,7 @@ def test_penalties_by_hand():
 
 def test_bias_and_the_min_tokens_mask():
     params = SamplingParams(logit_bias={5: -100, 0: 2.5}, stop_token_ids=[3], min_tokens=2)
-    state = init_state(None, num_slots=1, history_len=4, vocab_size=6)
+    state = init_state(None, num_slots=1, history_len=4, vocab_size=6, hidden_size=4)
     state = set_row(state, jnp.int32(0), row_settings([1], params, {2}, 4, 6))
 
     def shaped(masks_ends):

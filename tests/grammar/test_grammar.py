@@ -12,6 +12,7 @@ from jaxserve.grammar import GrammarCompiler, GrammarMatcher, GrammarRefused, Gr
 from jaxserve.grammar.schema import MAX_DEPTH
 from jaxserve.tokenizer import gguf
 from jaxserve.tokenizer.bytelevel import CHAR_OF_BYTE
+from tests.tokenizer.tiny_tokenizers import word_marked
 
 END = 258
 VOCAB = 320  # more than the tokenizer has, as models pad theirs
@@ -287,3 +288,24 @@ def test_no_output_breaks_a_published_schema(compiler, shared):
                 assert not fits or test["valid"] or known, (file, group["description"], text)
     assert compiled > 190
     assert allowed_valid > 0.9 * valid  # the rest: other orders of keys, 1.0 for 1
+
+
+def test_spelled_control_tokens_are_text(compiler):
+    """What is forced comes in ordinary tokens: the control token of that spelling is forbidden."""
+    matcher = compiler.matcher(GrammarSpec.choice(["<|end|>x"]))
+    assert END not in allowed(matcher)
+    assert accepts(compiler, GrammarSpec.choice(["<|end|>x"]), "<|end|>x")
+
+
+def test_vocabularies_that_put_a_space_before_text():
+    tokenizer = word_marked(["▁", "▁h", "h", "i"])
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    row = np.zeros(compiler.mask_words, np.int32)
+    for text in ("hi hi", " hi"):
+        matcher, written = compiler.matcher(GrammarSpec.choice([text])), b""
+        while not matcher.done:
+            matcher.fill_mask(row)
+            token = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[0]
+            assert matcher.advance(int(token))
+            written += tokenizer.token_bytes(int(token))
+        assert written == text.encode()

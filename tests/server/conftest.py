@@ -22,10 +22,10 @@ http = httpx.Client(timeout=60)  # patient: test machines are busy
 
 
 @contextlib.contextmanager
-def serving(engine, **settings):
+def serving(engine, tracing=None, **settings):
     """Base URL of a real server on a free port; stopped without draining at the end."""
     config = ServerConfig(port=0, **settings)
-    application = server_app.create_app(engine, config)
+    application = server_app.create_app(engine, config, tracing=tracing)
     listener = server_app.listen(config.host, 0)
     listening = threading.Event()
     server = server_app.DrainingServer(application, engine, config, listening.set)

@@ -17,6 +17,8 @@ import tempfile
 import time
 from types import SimpleNamespace
 
+import numpy as np
+
 from jaxserve.tokenizer import Tokenizer, load
 from jaxserve.types import (
     EngineFailed,
@@ -45,9 +47,8 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
 
 
-@functools.cache
-def byte_tokenizer() -> Tokenizer:
-    """A real tokenizer over bytes, with a ChatML template, loaded from a Hugging Face folder."""
+def write_byte_tokenizer(folder: pathlib.Path, template: str) -> None:
+    """A tokenizer over bytes, as the files of a Hugging Face folder."""
     added = [
         {"id": token, "content": name, "special": True, "single_word": False, "lstrip": False,
          "rstrip": False, "normalized": False}
@@ -67,12 +68,17 @@ def byte_tokenizer() -> Tokenizer:
         },
     }  # fmt: skip
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    settings |= {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """A real tokenizer over bytes, with a ChatML template, loaded from a Hugging Face folder."""
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        return load(folder)
+        write_byte_tokenizer(pathlib.Path(name), TEMPLATE)
+        return load(pathlib.Path(name))
 
 
 def letter(prompt_sum, index, position) -> int:
@@ -110,7 +116,7 @@ class FakeEngine:
         self.tokenizer = copy.copy(byte_tokenizer())
         self.config = SimpleNamespace(max_queued=max_queued)
         self.model_name, self.max_model_len, self.vocab_size = MODEL, max_model_len, VOCAB
-        self.description = "fake"
+        self.description, self.hidden_size = "fake", 3
         self.manifest = {"model": MODEL, "config": {"num_slots": 4, "decision_log": "/private"}}
         self.state = "ready"
         self.open: dict[str, SimpleNamespace] = {}  # running requests: prompt_ids and arguments
@@ -243,6 +249,7 @@ class _Choice:
             stop_reason=getattr(self, "stop_reason", None),
             prompt_logprobs=self._prompt_scores() if first and self.index == 0 else None,
             num_cached_tokens=0,
+            pooled=self._pooled() if self.finish is FinishReason.LENGTH else None,
         )
 
     def _next(self) -> int:
@@ -282,6 +289,12 @@ class _Choice:
                 self.sent = 1
                 return whole[: whole.index(stop)]
         return whole if self.finish is not None and self.sent == 0 else ""
+
+    def _pooled(self):
+        """(3 x tokens, 4 x tokens, 0), or its opposite for last: of length 5 x tokens."""
+        sign = {None: 0, "mean": 1, "last": -1}[self.call.params.pooling]
+        count = sign * len(self.call.prompt_ids)
+        return np.float32([3 * count, 4 * count, 0]) if count else None
 
     def _prompt_scores(self):
         count = self.call.params.prompt_logprobs

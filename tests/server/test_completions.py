@@ -115,8 +115,9 @@ def test_text_that_cannot_fit_is_refused_before_tokenising(client, engine, monke
         raise AssertionError("tokenised")
 
     monkeypatch.setattr(engine.tokenizer, "encode", encode)
-    monkeypatch.setattr(engine.tokenizer, "encode_chat", encode)
-    for text in ("a" * 2_000_000, " " * 2_000_000, "\U0001f600" * 500_000):
+    monkeypatch.setattr(engine.tokenizer, "encode_rendered", encode)
+    # 700 characters could be 64 tokens of 12, but their beginning says that they are more.
+    for text in ("a" * 700, "a" * 2_000_000, " " * 2_000_000, "\U0001f600" * 500_000):
         assert error_of(client.complete(prompt=text))["code"] == "context_length_exceeded"
         assert error_of(client.chat(text))["code"] == "context_length_exceeded"
 

@@ -8,7 +8,8 @@ from fake_engine import MODEL, FakeEngine, text_of
 from test_chat import rendered
 from test_completions import error_of
 
-from tests.server.conftest import http, serving
+from jaxserve.grammar import Calls, GrammarSpec, framed
+from tests.server.conftest import Client, http, serving
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,28 @@ def test_bad_messages_are_refused_in_anthropics_shape(client, change):
     assert set(answer.json()["error"]) == {"type", "message"}
 
 
+@pytest.mark.parametrize(
+    "choice, calls",
+    [
+        ({"type": "auto"}, None),
+        ({"type": "any"}, Calls("hermes", {"f": {}, "g": {}}, forced=True)),
+        ({"type": "tool", "name": "g"}, Calls("hermes", {"g": {}}, forced=True, single=True)),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            Calls("hermes", {"f": {}, "g": {}}, forced=True, single=True),
+        ),
+    ],
+)
+def test_messages_that_must_use_tools(engine, choice, calls):
+    client = Client(engine, tool_parser="hermes")
+    tools = [{"name": name, "input_schema": {}} for name in "fg"]
+    body = {"max_tokens": 5, "messages": HI, "tools": tools, "tool_choice": choice}
+    assert client.post("/v1/messages", body).status_code == 200
+    assert engine.calls[0].params.grammar == framed(None, calls, None)
+    refused = client.post("/v1/messages", body | {"tool_choice": {"type": "tool", "name": "h"}})
+    assert refused.status_code == 400 and "'h'" in refused.text.replace('\\"', "'")
+
+
 def test_response_by_openais_package(api):
     answer = api.responses.create(model=MODEL, input="speak", instructions="now")
     assert answer.output_text == "héllo wörld" and answer.status == "completed"
@@ -180,7 +203,9 @@ def test_response_stream_by_openais_package(api):
 @pytest.mark.parametrize(
     "change",
     [{"previous_response_id": "r"}, {"background": True}, {"tools": [{"type": "web_search"}]},
-     {"max_output_tokens": 0}, {"text": {"format": {"type": "json_object"}}}, {"input": []},
+     {"max_output_tokens": 0}, {"text": {"format": {"type": "xml"}}}, {"text": {"format": 5}},
+     {"text": {"format": {"type": "json_schema", "name": "x"}}}, {"input": []},
+     {"tools": [{"type": "function"}]}, {"tool_choice": "required"},
      {"input": [{"type": "item_reference", "id": "x"}]}, {"input": None}, {"top_p": 2}],
 )  # fmt: skip
 def test_what_responses_cannot_do_is_refused(client, change):
@@ -201,3 +226,66 @@ def test_a_response_keeps_reasoning_to_itself(client, engine):
     assert whole["output"][0]["content"][0]["text"] == "yes"
     events = named_events(client.post("/v1/responses", {"input": "hi", "stream": True}))
     assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "yes"
+
+
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+def test_calls_in_responses_by_openais_package(engine):
+    engine.scripts["call"] = (
+        b'Well.<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+        b'<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    )
+    engine.max_model_len = 600
+    with serving(engine, tool_parser="hermes") as running:
+        api = openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0)
+        whole = api.responses.create(model=MODEL, input="call", tools=[WEATHER])
+        with api.responses.stream(model=MODEL, input="call", tools=[WEATHER]) as stream:
+            events = list(stream)
+            streamed = stream.get_final_response()
+        for answer in (whole, streamed):
+            said, first, second = answer.output
+            assert answer.output_text == "Well." and answer.status == "completed"
+            assert (first.name, json.loads(first.arguments)) == ("weather", {"city": "Oslo"})
+            assert json.loads(second.arguments) == {} and first.call_id != second.call_id
+            assert {said.status, first.status, second.status} == {"completed"}
+        deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
+        assert "".join(e.delta for e in deltas if e.output_index == 1) == first.arguments
+        done = [e for e in events if e.type == "response.output_item.done"]
+        assert [e.output_index for e in done] == [0, 1, 2]
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            for call, output in ((first, "sunny"), (second, "dry"))
+        ]
+        turns = [{"role": "user", "content": "call"}, *whole.output, *results]
+        api.responses.create(model=MODEL, input=turns, tools=[WEATHER], max_output_tokens=1)
+    shown = engine.tokenizer.decode(engine.calls[-1].prompt_ids)
+    assert "tool\nsunny" in shown and "tool\ndry" in shown
+
+
+@pytest.mark.parametrize(
+    "choice, calls",
+    [
+        ("required", Calls("hermes", {"weather": {"type": "object"}}, forced=True)),
+        (
+            {"type": "function", "name": "weather"},
+            Calls("hermes", {"weather": {"type": "object"}}, forced=True, single=True),
+        ),
+    ],
+)
+def test_responses_that_must_call(engine, choice, calls):
+    body = {"input": "hi", "tools": [WEATHER], "tool_choice": choice}
+    assert Client(engine, tool_parser="hermes").post("/v1/responses", body).status_code == 200
+    assert engine.calls[0].params.grammar == framed(None, calls, None)
+
+
+def test_responses_of_a_form(client, engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for form, spec in [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, GrammarSpec.json_object()),
+        ({"type": "json_schema", "name": "x", "schema": schema}, GrammarSpec.json_schema(schema)),
+    ]:
+        answer = client.post("/v1/responses", {"input": "hi", "text": {"format": form}})
+        assert answer.json()["text"]["format"] == form
+        assert engine.calls[-1].params.grammar == spec

@@ -216,3 +216,23 @@ def test_a_dead_engine_is_reported_and_its_clients_are_told(stack):
     assert http.post(stack.url + "/v1/completions", json=body).status_code == 500
     wait_for(lambda: http.get(stack.url + "/health").status_code == 503)
     error_of(http.post(stack.url + "/v1/completions", json=body), 503)
+
+
+def test_spans_of_requests_over_http():
+    spans = pytest.importorskip("tests.obs.test_tracing").Spans()
+    with real_engine() as (engine, _), serving(engine, tracing=spans.tracing) as running:
+        engine.observe(spans.tracing)
+        headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        body = {"prompt": ["secret", "other"], "max_tokens": 3, "ignore_eos": True}
+        url = running.url + "/v1/completions"
+        assert http.post(url, json=body, headers=headers).status_code == 200
+        assert http.post(url, json=body | {"stream": True, "prompt": "b"}).status_code == 200
+        wait_for(lambda: len(spans.finished) == 2)
+    first, second = spans.finished
+    assert [event.name for event in first.events] == ["queued", "prefill", "decode"]
+    assert [event.name for event in second.events] == ["queued", "prefill", "decode"]
+    times = [first.start_time, *(event.timestamp for event in first.events), first.end_time]
+    assert times == sorted(times)
+    assert first.attributes["gen_ai.usage.output_tokens"] == 6
+    assert first.parent.span_id == 0xB7AD6B7169203331 and second.parent is None
+    assert "secret" not in first.to_json()

@@ -1,5 +1,6 @@
 """Tool calls and reasoning in chats: whole and streamed, by the openai package and by hand."""
 
+import dataclasses
 import json
 
 import openai
@@ -7,8 +8,12 @@ import pytest
 from fake_engine import MODEL, FakeEngine
 from test_completions import error_of, events
 
-from jaxserve.server.speech import Call, Reply, Style, Thought
-from jaxserve.tokenizer.tools import HermesParser
+from jaxserve.config import ServerConfig
+from jaxserve.grammar import Calls, GrammarSpec, Thought, framed
+from jaxserve.server.speech import Call, Reply, Style, Thinking
+from jaxserve.server.toolbox import of_openai
+from jaxserve.tokenizer.tools import PARSERS
+from jaxserve.tokenizer.tools.json_calls import HermesParser
 from tests.server.conftest import Client, serving
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -87,7 +92,7 @@ def test_a_call_cut_by_the_limit_stays_a_length(client):
         [{"type": "web_search"}], [{"type": "function"}], [TOOL, TOOL], [TOOL] * 200,
         [{"type": "function", "function": {"name": "a b"}}],
         [{"type": "function", "function": {"name": "f", "parameters": []}}],
-        [{"type": "function", "function": {"name": "f", "strict": True}}], "f", [5],
+        "f", [5],
     ],
 )  # fmt: skip
 def test_bad_tools_are_refused(client, engine, tools):
@@ -128,7 +133,9 @@ def test_reasoning_is_split_out(engine):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 500])
 def test_parts_do_not_depend_on_pieces(size):
-    style = Style(thinks=True, parser=HermesParser, names=frozenset(["weather", "time"]))
+    toolbox = of_openai([TOOL, TIME], "auto", parallel=None)
+    thought = Thought("<think>", "</think>", opened=False)
+    style = Style(thought, HermesParser, toolbox)
     text = f"<think>a\nb</think>{CALLS}"
     speech, reply = style.speech(), Reply()
     for i in range(0, len(text), size):
@@ -143,7 +150,7 @@ def test_parts_do_not_depend_on_pieces(size):
 
 def test_parts():
     reply = Reply()
-    for part in ["a", Thought("t"), Call(0, "i", "f", "{"), Call(0, None, None, "}"), "b"]:
+    for part in ["a", Thinking("t"), Call(0, "i", "f", "{"), Call(0, None, None, "}"), "b"]:
         reply.add(part)
     assert (reply.content, reply.reasoning) == ("ab", "t")
     assert reply.calls == [Call(0, "i", "f", "{}")]
@@ -156,3 +163,92 @@ def test_the_openai_package_streams_tool_calls(engine):
             message = stream.get_final_completion().choices[0].message
         assert [call.function.name for call in message.tool_calls] == ["weather", "time"]
         assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Plzeň"}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def chosen(mode, *names):
+    tools = {"mode": mode, "tools": [named(name) for name in names]}
+    return {"type": "allowed_tools", "allowed_tools": tools}
+
+
+BOTH = {"weather": {"type": "object"}, "time": None}
+ONE = {"time": None}
+
+
+@pytest.mark.parametrize(
+    "choice, parallel, calls",
+    [
+        ("auto", None, None),
+        (None, False, None),
+        ("required", None, Calls("hermes", BOTH, forced=True)),
+        ("required", False, Calls("hermes", BOTH, forced=True, single=True)),
+        (named("time"), None, Calls("hermes", ONE, forced=True, single=True)),
+        (chosen("required", "time"), True, Calls("hermes", ONE, forced=True)),
+        (chosen("auto", "time"), None, Calls("hermes", ONE)),
+        (chosen("auto", "time", "weather"), None, None),
+    ],
+)
+def test_a_choice_becomes_a_grammar(client, engine, choice, parallel, calls):
+    body = {"tools": [TOOL, TIME], "tool_choice": choice, "parallel_tool_calls": parallel}
+    assert client.chat(messages=ASK, **body).status_code == 200
+    assert engine.calls[0].params.grammar == framed(None, calls, None)
+    shown = [tool["function"] for tool in body["tools"]]
+    assert of_openai(body["tools"], choice, parallel=parallel).functions == shown
+
+
+def test_strict_tools_and_answers_of_a_form(client, engine):
+    strict = {"type": "function", "function": {"name": "time", "strict": True}}
+    assert client.chat(messages=ASK, tools=[TOOL, strict]).status_code == 200
+    both = Calls("hermes", BOTH)
+    assert engine.calls[0].params.grammar == framed(None, both, None)
+    form = {"type": "json_object"}
+    assert client.chat(messages=ASK, tools=[TOOL, TIME], response_format=form).status_code == 200
+    assert engine.calls[1].params.grammar == framed(GrammarSpec.json_object(), both, None)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["any", "needed", named("sun"), chosen("auto"), chosen("maybe", "time"), {}, {"type": "x"}],
+)
+def test_choices_that_cannot_be_are_refused(client, engine, choice):
+    error = error_of(client.chat(messages=ASK, tools=[TOOL, TIME], tool_choice=choice))
+    assert error["param"] == "tool_choice" and engine.calls == []
+    error_of(client.chat(messages=ASK, tool_choice="required"))
+
+
+def test_schemas_that_cannot_be_enforced_are_refused_when_calls_are_forced(client, engine):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    assert client.chat(messages=ASK, tools=[tool]).status_code == 200
+    error = error_of(client.chat(messages=ASK, tools=[tool], tool_choice="required"))
+    assert error["param"] == "tools" and "f.parameters" in error["message"]
+    assert len(engine.calls) == 1
+
+
+def test_reasoning_comes_before_forced_calls_and_formed_answers(client, engine):
+    engine.tokenizer.chat_template += "<think>"
+    thought = Thought("<think>", "</think>", opened=False)
+    client.chat(messages=ASK, tools=[TIME], tool_choice="required")
+    assert engine.calls[0].params.grammar == framed(None, Calls("hermes", ONE, True), thought)
+    client.chat(messages=ASK, response_format={"type": "json_object"})
+    assert engine.calls[1].params.grammar == framed(GrammarSpec.json_object(), None, thought)
+
+
+def test_calls_announced_by_control_tokens(engine):
+    """<|im_start|> stands in for the [TOOL_CALLS] of real vocabularies."""
+    parser = type("Marked", (HermesParser,), {"marks": ("<|im_start|>",)})
+    assert Style(parser=parser, control=engine.tokenizer.control_tokens(parser.marks)).needs_special
+    assert not Style(parser=HermesParser, control={}).needs_special
+    client = Client(engine, tool_parser="mistral")
+    engine.tokenizer.control_tokens = lambda texts: {text: 258 for text in texts if text[0] == "["}
+    client.chat(messages=ASK, tools=[TIME])
+    assert engine.calls[0].params.skip_special_tokens is False
+    client.chat(messages=ASK)
+    assert engine.calls[1].params.skip_special_tokens is True
+
+
+def test_every_format_has_its_flag():
+    (field,) = (f for f in dataclasses.fields(ServerConfig) if f.name == "tool_parser")
+    assert set(field.metadata["choices"]) == {"auto", *PARSERS}
