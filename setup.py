@@ -126,6 +126,7 @@ setuptools.setup(
             "openai>=3.57",
             "opentelemetry-sdk>=1.45",
             "pytest>=9.2",
+            "pytest-xdist>=3.8",
             "ruff>=0.17",
             "schemathesis>=4.32",
         ],

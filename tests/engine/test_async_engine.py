@@ -253,10 +253,13 @@ def test_a_warm_up_that_fails_is_told_to_everyone():
 
 def test_draining_lets_running_requests_finish():
     async def main(engine):
+        engine.core.runner.gate.clear()  # it must not be done before we see it run
         task = asyncio.create_task(gather(engine, [1], max_tokens=40))
         while not engine.core.has_work:
             await asyncio.sleep(0)
-        assert await asyncio.to_thread(engine.drain, 30)
+        draining = asyncio.create_task(asyncio.to_thread(engine.drain, 30))
+        engine.core.runner.gate.set()
+        assert await draining
         tokens, reasons = await task
         assert len(tokens[0]) == 40 and reasons == {0: FinishReason.LENGTH}
 
