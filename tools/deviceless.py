@@ -129,8 +129,9 @@ def compile_attention(target: Target, args):
 
     known = {shape.name: shape for shape in shapes.SHAPES}
     if args.shape not in known:
-        raise Missing(f"--shape={args.shape}: choose one of {', '.join(known)}")
+        raise Missing(f"--shape={args.shape}: choose one of {', '.join(known)}, all")
     shape = known[args.shape]
+    print(f"\n{shape.name}")
     dtype = jnp.dtype(args.dtype)
     spec = api.KVSpec(4, shape.J, shape.E, args.page_size, args.kv_dtype or args.dtype)
     num_pages = args.num_pages or CACHE_BYTES // api.kv_bytes_per_page(spec, target.backend)
@@ -260,11 +261,14 @@ def report_reads(compiled):
 
 
 def report_schedule(folder):
+    """Prints the loops of the schedules in the folder, and empties it."""
     for name, loops in schedule.kernels(folder, "ragged_paged_attention").items():
         print(f"\n{name}: loops of the final schedule (bundles ~ cycles)")
         for loop in (loop for loop in loops if loop.bundles >= SHORT_LOOP):
             ops = "  ".join(f"{unit} {count}" for unit, count in loop.ops.items())
             print(f"{'  ' * loop.depth}{loop.bundles:6d} bundles  {ops}")
+    for file in pathlib.Path(folder).iterdir():
+        file.unlink()
 
 
 def parse(argv):
@@ -278,7 +282,9 @@ def parse(argv):
     parser.add_argument("--sampled", action="store_true", help="the step that can sample")
     parser.add_argument("--config", default="llama-3.1-8b-v6e", help="preset of the step")
     parser.add_argument("--layers", type=int, default=None, help="of the step; default: all")
-    parser.add_argument("--shape", default="llama-3-8b", help="heads, by a name of shapes.py")
+    parser.add_argument(
+        "--shape", default="llama-3-8b", help="heads, by a name of shapes.py; or all"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv_dtype", default=None, help="default: as --dtype")
     parser.add_argument("--page_size", type=int, default=16)
@@ -287,6 +293,16 @@ def parse(argv):
     parser.add_argument("--tokens", type=int, default=128, help="packed tokens of the step")
     parser.add_argument("--max_len", type=int, default=8192, help="longest row")
     return parser.parse_args(argv)
+
+
+def parts(args):
+    """args for each thing to compile: one, or with --shape=all each of shapes.py."""
+    if args.step or args.shape != "all":
+        return [args]
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    one = lambda name: argparse.Namespace(**{**vars(args), "shape": name})
+    return [one(shape.name) for shape in shapes.SHAPES]
 
 
 def main(argv=None) -> int:
@@ -298,15 +314,15 @@ def main(argv=None) -> int:
             os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
         try:
             target = describe(args.topology)
-            began = time.monotonic()
-            compiled, cache, layer = (compile_step if args.step else compile_attention)(
-                target, args
-            )
-            report(compiled, cache, layer, time.monotonic() - began)
+            for part in parts(args):
+                began = time.monotonic()
+                work = compile_step if args.step else compile_attention
+                compiled, cache, layer = work(target, part)
+                report(compiled, cache, layer, time.monotonic() - began)
+                report_schedule(folder)
         except (Missing, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        report_schedule(folder)
     return 0
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .. import dispatch, native
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
+FP8_LEAST = 2.0**-6  # smallest normal one; below it, processors that flush disagree with others
 INT8_MAX = 127.0
 
 
@@ -48,9 +49,10 @@ class KVPages:
     """The stacked cache of all layers. Donated to every step and updated in place.
 
     data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, K, W] with W = 2 * J * E, rounded up.
-    scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
-      scale. A page carries a scale per head and slot, not one for all slots: it fills over many
-      steps, a shared scale would have to be revised, and results would depend on a prompt's chunks.
+    scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K] with the slots in
+      the order of tpu_scale_slot: value = data * scale. A page carries a scale per head and slot,
+      not one for all slots: it fills over many steps, a shared scale would have to be revised, and
+      results would depend on a prompt's chunks.
     """
 
     data: jax.Array
@@ -101,7 +103,8 @@ def quantise(x, dtype):
     """x [..., E] -> (8-bit [..., E], scale float32 [...]) with x ~ data * scale.
 
     Scales make the largest magnitude of each vector the largest code. A vector of zeros keeps scale
-    1; infinities become the largest finite value: nothing here makes a NaN of a number.
+    1; infinities become the largest finite value: nothing here makes a NaN of a number. An fp8 code
+    below the smallest normal number becomes that or zero, whichever is nearer.
     """
     limit = INT8_MAX if jnp.dtype(dtype) == jnp.int8 else FP8_MAX
     largest = float(jnp.finfo(jnp.float32).max)
@@ -111,7 +114,20 @@ def quantise(x, dtype):
     codes = jnp.clip(x / scale[..., None], -limit, limit)
     if jnp.dtype(dtype) == jnp.int8:
         codes = jnp.round(codes)
+    else:
+        small = jnp.round(codes / FP8_LEAST) * FP8_LEAST
+        codes = jnp.where(jnp.abs(codes) < FP8_LEAST, small, codes)
     return codes.astype(dtype), scale
+
+
+def tpu_scale_slot(slot, page_size: int, dtype):
+    """Where the TPU layout keeps the scale of a slot: of fp8 pages, even slots first, then odd.
+
+    That is the order in which the kernel unpacks fp8 numbers.
+    """
+    if jnp.dtype(dtype) != jnp.float8_e4m3fn:
+        return slot
+    return slot // 2 + slot % 2 * (page_size // 2)
 
 
 def to_layout(pages: KVPages, backend: str) -> KVPages:
@@ -123,7 +139,9 @@ def to_layout(pages: KVPages, backend: str) -> KVPages:
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, tpu_lanes(J, E) - 2 * J * E)))
     if pages.scale is None:
         return KVPages(rows)
-    return KVPages(rows, pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K))
+    scale = pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K)
+    place = tpu_scale_slot(jnp.arange(K), K, rows.dtype)
+    return KVPages(rows, jnp.zeros_like(scale).at[..., place].set(scale))
 
 
 def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) -> KVPages:
@@ -135,4 +153,5 @@ def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) 
     rows = pages.data[..., : 2 * J * E].reshape(L, G, K, 2, J, E).transpose(0, 1, 4, 3, 2, 5)
     if pages.scale is None:
         return KVPages(rows)
-    return KVPages(rows, pages.scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))
+    scale = pages.scale[..., tpu_scale_slot(jnp.arange(K), K, rows.dtype)]
+    return KVPages(rows, scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))

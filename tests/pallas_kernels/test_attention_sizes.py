@@ -49,11 +49,21 @@ def test_blocks_are_whole_pages_and_registers(shape, page_size):
     spec = api.KVSpec(1, shape.J, shape.E, page_size, jnp.bfloat16)
     pages = api.kv_page_specs(spec, 8, "tpu").data
     count, _ = tpu_sizes.choose(
-        None, pages, rows=16, sets=4, lanes=256, tile_tokens=1, key="no such key"
+        None, pages, rows=16, sets=4, lanes=256, tile_tokens=1, window=None, key="no such key"
     )
     tokens = count * page_size
     assert tokens % math.lcm(page_size, 128) == 0
     assert 2 * tokens * pages.shape[-1] * 2 <= tpu_sizes.VMEM_BYTES
+
+
+def test_blocks_hold_no_more_than_a_window_shows():
+    """A window of 128 tokens covers parts of two pages of 128, and of nine pages of 16."""
+    for page_size, window, tokens in ((16, 128, 256), (128, 128, 256), (16, 113, 128)):
+        pages = api.kv_page_specs(api.KVSpec(1, 2, 64, page_size, jnp.bfloat16), 8, "tpu").data
+        count, _ = tpu_sizes.choose(
+            None, pages, rows=8, sets=1, lanes=128, tile_tokens=1, window=window, key="no such key"
+        )
+        assert count * page_size == tokens
 
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused():
