@@ -49,8 +49,8 @@ class KVPages:
     """The stacked cache of all layers. Donated to every step and updated in place.
 
     data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, K, W] with W = 2 * J * E, rounded up.
-    scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K] with the slots in
-      the order of tpu_scale_slot: value = data * scale. A page carries a scale per head and slot,
+    scale: None, or for 8-bit data float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
+      scale. A page carries a scale per head and slot,
       not one for all slots: it fills over many steps, a shared scale would have to be revised, and
       results would depend on a prompt's chunks.
     """
@@ -120,16 +120,6 @@ def quantise(x, dtype):
     return codes.astype(dtype), scale
 
 
-def tpu_scale_slot(slot, page_size: int, dtype):
-    """Where the TPU layout keeps the scale of a slot: of fp8 pages, even slots first, then odd.
-
-    That is the order in which the kernel unpacks fp8 numbers.
-    """
-    if jnp.dtype(dtype) != jnp.float8_e4m3fn:
-        return slot
-    return slot // 2 + slot % 2 * (page_size // 2)
-
-
 def to_layout(pages: KVPages, backend: str) -> KVPages:
     """Pages in the plain layout [L, G, J, 2, K, E] -> the backend's."""
     if backend not in ("tpu", "interpret"):
@@ -139,9 +129,7 @@ def to_layout(pages: KVPages, backend: str) -> KVPages:
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, tpu_lanes(J, E) - 2 * J * E)))
     if pages.scale is None:
         return KVPages(rows)
-    scale = pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K)
-    place = tpu_scale_slot(jnp.arange(K), K, rows.dtype)
-    return KVPages(rows, jnp.zeros_like(scale).at[..., place].set(scale))
+    return KVPages(rows, pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K))
 
 
 def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) -> KVPages:
@@ -153,5 +141,4 @@ def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) 
     rows = pages.data[..., : 2 * J * E].reshape(L, G, K, 2, J, E).transpose(0, 1, 4, 3, 2, 5)
     if pages.scale is None:
         return KVPages(rows)
-    scale = pages.scale[..., tpu_scale_slot(jnp.arange(K), K, rows.dtype)]
-    return KVPages(rows, scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))
+    return KVPages(rows, pages.scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))

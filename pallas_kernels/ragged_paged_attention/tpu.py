@@ -10,8 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .. import tuning
 from . import tpu_sizes
-from .kv import KVPages, quantise, tpu_scale_slot
+from .kv import KVPages, quantise
 from .reference import token_places
 from .tables import decode_tiles, mixed_tiles
 from .tpu_body import E4M3_STEP, LANES, LOG2_E, NEGATIVE, Plan, call
@@ -41,7 +42,6 @@ def ragged_paged_attention(
             raise ValueError(f"page_size={K}: with 8-bit KV on TPU, use a multiple of {LANES}")
         new_kv, new_scales = quantised_rows(k_TJE, v_TJE, W, kv_pages.data.dtype)
         page_T, slot_T = token_places(batch, T, K)
-        slot_T = tpu_scale_slot(slot_T, K, kv_pages.data.dtype)
         page_T = jnp.where(page_T < 0, kv_pages.scale.shape[1], page_T)  # padding: dropped
         # Indexed down to single numbers: XLA would otherwise turn the whole array over to scatter.
         row_J2 = jnp.arange(new_scales.shape[1], dtype=jnp.int32)
@@ -94,7 +94,8 @@ def run_tiles(
     heads = choose_set(H, J, E, tiles.tokens)
     k_lanes, v_lanes, lanes, k_offset, v_offset = set_windows(J, E, heads)
     exact = jnp.float32 in (q_itHE.dtype, pages.dtype)
-    fp8 = pages.dtype == jnp.float8_e4m3fn
+    # TPU 7x converts fp8 itself.
+    unpacks = pages.dtype == jnp.float8_e4m3fn and tuning.device_kind() != "tpu7x"
     set_rows = heads * (H // J)
     block_pages, vmem_bytes = tpu_sizes.choose(
         block_tokens, pages, rows=t * set_rows, sets=len(k_lanes), lanes=lanes, tile_tokens=t,
@@ -116,16 +117,16 @@ def run_tiles(
         v_lanes=v_lanes,
         set_lanes=lanes,
         unroll_sets=t == 1 or len(k_lanes) == 1,
-        scale=scale * E4M3_STEP if fp8 else scale,
+        scale=scale * E4M3_STEP if unpacks else scale,
         window=window,
         soft_cap=soft_cap,
         compute_dtype=jnp.dtype(jnp.float32 if exact else jnp.bfloat16),
         set_heads=heads,
         num_kv_heads=J,
         quantised=scales is not None,
-        fp8=fp8,
+        unpacks_fp8=unpacks,
     )
-    if fp8:
+    if unpacks:
         q_itHE = q_itHE * jnp.asarray(E4M3_STEP, q_itHE.dtype)
     q = spread_queries(q_itHE, J, heads, lanes, k_offset)
     R = q.shape[2]

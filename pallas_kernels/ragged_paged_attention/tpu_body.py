@@ -57,7 +57,7 @@ class Plan:
     set_heads: int  # KV heads of a set
     num_kv_heads: int
     quantised: bool  # pages hold 8-bit codes, with a scale per slot and head
-    fp8: bool  # the codes are float8_e4m3fn; queries and scale then come E4M3_STEP times larger
+    unpacks_fp8: bool  # see unpack_e4m3; queries and scale then come E4M3_STEP times larger
 
     @property
     def block_tokens(self):
@@ -140,7 +140,7 @@ def kernel(*refs, plan: Plan, sinks: bool):
     refs.parity[0] = (parity + num_blocks) & 1
     lanes = (1, 1, refs.value.shape[-1] // LANES)
     total = jnp.tile(refs.sum[...], lanes)
-    value = refs.value[...] * E4M3_STEP if plan.fp8 else refs.value[...]
+    value = refs.value[...] * E4M3_STEP if plan.unpacks_fp8 else refs.value[...]
     refs.out[0] = (value / jnp.where(total > 0, total, 1)).astype(refs.out.dtype)
 
 
@@ -243,6 +243,8 @@ def wait_fetch(refs, plan, tile, block, buffer):
 
 def attend(refs, plan, tile, block, buffer):
     """Adds one block in VMEM to the running softmax of all sets."""
+    if plan.unpacks_fp8:
+        order_scales(refs, plan, buffer)
     first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
     R = refs.q.shape[2]
     k_position = first + block_order(plan, R)
@@ -275,7 +277,9 @@ def attend(refs, plan, tile, block, buffer):
         refs.sum[s] = keep * refs.sum[s] + jnp.sum(p_RB, axis=1, keepdims=True)
         if plan.quantised:
             v_scales = row_scales(refs, plan, buffer, plan.num_kv_heads + s * plan.set_heads)
-            p_RB = jnp.where(seen, p_RB * (v_scales * E4M3_STEP if plan.fp8 else v_scales), 0)
+            p_RB = jnp.where(
+                seen, p_RB * (v_scales * E4M3_STEP if plan.unpacks_fp8 else v_scales), 0
+            )
         return p_RB.astype(plan.compute_dtype), keep
 
     def add_values(s, p_RB, keep):
@@ -297,12 +301,27 @@ def attend(refs, plan, tile, block, buffer):
 
 def block_order(plan, rows):
     """-> int32 [rows, B]: which token of the block is which column of the scores."""
-    K = plan.page_size
-    if not plan.fp8:
-        return jax.lax.broadcasted_iota(jnp.int32, (rows, plan.block_tokens), 1)
-    column = jax.lax.broadcasted_iota(jnp.int32, (rows, K), 1)
-    order = jnp.where(column < K // 2, 2 * column, 2 * column - (K - 1))
-    return jnp.concatenate([order + p * K for p in range(plan.block_pages)], axis=1)
+    column = jax.lax.broadcasted_iota(jnp.int32, (rows, plan.block_tokens), 1)
+    return unpacked_order(column) if plan.unpacks_fp8 else column
+
+
+def unpacked_order(column):
+    """Of each 128 tokens, unpack_e4m3 leaves those at even places, then those at odd places."""
+    lane = column & (LANES - 1)
+    return column - lane + jnp.where(lane < LANES // 2, 2 * lane, 2 * lane - (LANES - 1))
+
+
+def order_scales(refs, plan, buffer):
+    """Puts a block's scales, as they came from memory, in the order of its unpacked tokens."""
+    rows = refs.scale_buffer.shape[2]
+    source = unpacked_order(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1))
+    for p in range(plan.block_pages):
+        for start in range(0, plan.page_size, LANES):
+            at = (buffer, p, slice(None), pl.ds(start, LANES))
+            scales = refs.scale_buffer[at]
+            refs.scale_buffer[at] = jnp.take_along_axis(
+                scales, source, axis=1, mode="promise_in_bounds"
+            )
 
 
 def lanes_of(refs, plan, buffer, starts, s):
@@ -313,23 +332,26 @@ def lanes_of(refs, plan, buffer, starts, s):
         step = starts[1] - starts[0]
         assert all(b - a == step for a, b in itertools.pairwise(starts)) and step % LANES == 0
         at = pl.multiple_of(starts[0] + s * step, LANES)
-    if plan.fp8:
-        pages = (refs.kv[buffer, p, :, pl.ds(at, plan.set_lanes)] for p in range(plan.block_pages))
-        unpacked = [half for page in pages for half in unpack_e4m3(page)]
+    if plan.unpacks_fp8:
+        unpacked = []
+        for p in range(plan.block_pages):
+            for start in range(0, plan.page_size, LANES):
+                codes = refs.kv[buffer, p, pl.ds(start, LANES), pl.ds(at, plan.set_lanes)]
+                unpacked += unpack_e4m3(codes)
         return jnp.concatenate(unpacked, axis=0).astype(plan.compute_dtype)
     block = refs.kv[buffer, :, :, pl.ds(at, plan.set_lanes)]
     return block.reshape(plan.block_tokens, plan.set_lanes).astype(plan.compute_dtype)
 
 
-def unpack_e4m3(page):
-    """float8_e4m3fn [K, w] -> bfloat16 [K / 2, w] of the even rows and of the odd, times 2**-120.
+def unpack_e4m3(codes):
+    """float8_e4m3fn [128, w] -> bfloat16 [64, w] of the even rows and of the odd, times 2**-120.
 
     Sign, 4 bits of exponent and 3 of fraction are moved to their places in a bfloat16, whose
     exponent has another bias: 127, not 7. For a word of four rows that takes nine operations; TPUs
     before 7x have no conversion of their own. Right for normal numbers and zero, and there are no
     others in the pages.
     """
-    word = pltpu.bitcast(page, jnp.int32)
+    word = pltpu.bitcast(codes, jnp.int32)
     even = ((word & 0x00800080) << 8) | ((word & 0x007F007F) << 4)
     odd = (word & (0x80008000 - 2**32)) | ((word & 0x7F007F00) >> 4)
     return pltpu.bitcast(even, jnp.bfloat16), pltpu.bitcast(odd, jnp.bfloat16)
