@@ -108,6 +108,7 @@ def run_tiles(
     tpu_sizes.check_scalars(page_table, tiles)
     plan = Plan(
         page_size=K,
+        pages_per_layer=pages.shape[1],
         pages_per_row=P + spare,
         block_pages=block_pages,
         tile_tokens=t,
@@ -137,6 +138,7 @@ def run_tiles(
     else:
         first_max = jnp.tile(sinks.astype(jnp.float32).reshape(-1, set_rows) * LOG2_E, (1, t))
         first_max = jnp.broadcast_to(first_max[..., None], (*first_max.shape, LANES))
+    by_page = lambda array: array.reshape(-1, *array.shape[2:])  # one index to multiply, not two
     arguments = (
         jnp.asarray(layer, jnp.int32).reshape(1),
         page_table.reshape(-1),
@@ -149,14 +151,14 @@ def run_tiles(
         jnp.broadcast_to(rows[..., None], (2, R, LANES)),
         first_max,
         new_kv,
-        pages,
-        *(() if scales is None else (scales,)),
+        by_page(pages),
+        *(() if scales is None else (by_page(scales),)),
     )
-    out, pages = call(
+    out, changed = call(
         plan, arguments, num_tiles=tiles.counts[0], out_dtype=q.dtype, sinks=sinks is not None,
         interpret=interpret, vmem_bytes=vmem_bytes,
     )  # fmt: skip
-    return gather_values(out, t, heads, v_offset, E), pages
+    return gather_values(out, t, heads, v_offset, E), changed.reshape(pages.shape)
 
 
 def choose_set(H, J, E, tile_tokens):

@@ -41,6 +41,7 @@ class Plan:
     """Everything static about one call."""
 
     page_size: int
+    pages_per_layer: int  # in memory, layer after layer
     pages_per_row: int
     block_pages: int
     tile_tokens: int
@@ -80,9 +81,9 @@ class Refs:
     first_max: object  # VMEM [s, R, 128] what the maximum starts from: sinks, or NEGATIVE
     new_kv: object  # HBM [tokens, W / 128, 128] float32
     pages_in: object  # aliased to `pages`
-    scales: object  # HBM [L, G, 2J, K] float32; this and scale_buffer: for 8-bit pages only
+    scales: object  # HBM [L * G, 2J, K] float32; this and scale_buffer: for 8-bit pages only
     out: object  # VMEM [1, s, R, w]
-    pages: object  # HBM [L, G, K, W]
+    pages: object  # HBM [L * G, K, W]
     kv: object  # VMEM [2, p, K, W]
     scale_buffer: object  # VMEM [2, p, 2J, K] float32
     max: object  # VMEM [s, R, 128] float32
@@ -171,14 +172,14 @@ def full_blocks(refs, plan, tile):
 
 
 def start_full(refs, plan, tile, block, buffer):
-    layer, row = refs.layer[0], refs.tile_row[tile]
+    base, row = refs.layer[0] * plan.pages_per_layer, refs.tile_row[tile]
     at = row * plan.pages_per_row + first_page(refs, plan, tile) + block * plan.block_pages
     for p in range(plan.block_pages):
-        page, sem = refs.page_table[at + p], refs.fetch_sems.at[buffer]
-        pltpu.make_async_copy(refs.pages.at[layer, page], refs.kv.at[buffer, p], sem).start()
+        page, sem = base + refs.page_table[at + p], refs.fetch_sems.at[buffer]
+        pltpu.make_async_copy(refs.pages.at[page], refs.kv.at[buffer, p], sem).start()
         if plan.quantised:
             to = refs.scale_buffer.at[buffer, p]
-            pltpu.make_async_copy(refs.scales.at[layer, page], to, sem).start()
+            pltpu.make_async_copy(refs.scales.at[page], to, sem).start()
 
 
 def wait_full(refs, plan, buffer):
@@ -194,14 +195,15 @@ def part_copies(refs, plan, tile, block, buffer, g):
     p, offset = g // groups_page, g % groups_page * plan.group_tokens
     offset = pl.multiple_of(offset, plan.group_tokens)
     at = refs.tile_row[tile] * plan.pages_per_row + first_page(refs, plan, tile)
-    page = refs.page_table[at + block * plan.block_pages + p]
+    page = refs.layer[0] * plan.pages_per_layer
+    page += refs.page_table[at + block * plan.block_pages + p]
     slots = pl.ds(offset, plan.group_tokens)
-    layer, sem = refs.layer[0], refs.fetch_sems.at[buffer]
-    codes = refs.pages.at[layer, page, slots], refs.kv.at[buffer, p, slots]
+    sem = refs.fetch_sems.at[buffer]
+    codes = refs.pages.at[page, slots], refs.kv.at[buffer, p, slots]
     if not plan.quantised:
         return [pltpu.make_async_copy(*codes, sem)]
     # Scales of a page come whole, again with each of its groups: tails of rows are short.
-    scales = refs.scales.at[layer, page], refs.scale_buffer.at[buffer, p]
+    scales = refs.scales.at[page], refs.scale_buffer.at[buffer, p]
     return [pltpu.make_async_copy(*codes, sem), pltpu.make_async_copy(*scales, sem)]
 
 
@@ -401,7 +403,8 @@ def write_groups(refs, plan):
             new = refs.new_kv.at[pl.ds(token, count)]
             return pltpu.make_async_copy(new, refs.new.at[buffer, here], sem)
         slots = pl.ds(pl.multiple_of(slot, plan.group_tokens), plan.group_tokens)
-        place, old = refs.pages.at[refs.layer[0], page, slots], refs.old.at[buffer]
+        page += refs.layer[0] * plan.pages_per_layer
+        place, old = refs.pages.at[page, slots], refs.old.at[buffer]
         return pltpu.make_async_copy(*((place, old) if kind == 0 else (old, place)), sem)
 
     @pl.loop(0, num_groups + WRITE_LEAD)
@@ -448,7 +451,7 @@ def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_
     q, pages = arguments[7], arguments[11]
     scale_buffer = []
     if plan.quantised:
-        page_scales = arguments[12].shape[2:]
+        page_scales = arguments[12].shape[1:]
         scale_buffer = [pltpu.VMEM((2, plan.block_pages, *page_scales), jnp.float32)]
     _, sets, rows, lanes = q.shape
     W = pages.shape[-1]
