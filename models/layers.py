@@ -76,7 +76,8 @@ GGUF_NAMES = {
 def decoder_specs(config: ModelConfig, layer_specs: Callable[[ModelConfig], dict]) -> dict:
     """The parameter tree of a decoder whose layers are all `layer_specs(config)`."""
     table = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", None), matrix=True)
-    specs = {"embed": table, "final_norm": norm_spec(config.hidden_size)}
+    embed = dataclasses.replace(table, by_row=True)
+    specs = {"embed": embed, "final_norm": norm_spec(config.hidden_size)}
     if not config.tied:
         specs["lm_head"] = table
     specs["layers"] = tuple(layer_specs(config) for _ in range(config.num_layers))

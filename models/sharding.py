@@ -7,6 +7,7 @@ inserts the reductions. A dimension that the mesh does not divide stays whole on
 from __future__ import annotations
 
 import jax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.spec import ParamSpec
@@ -18,6 +19,13 @@ SPLIT = frozenset({"heads", "kv_heads", "ffn", "vocab", "experts"})
 def make_mesh(devices=None) -> Mesh:
     """All devices on one axis."""
     return jax.make_mesh((len(devices or jax.devices()),), (AXIS,), devices=devices)
+
+
+def placement(spec: ParamSpec, sharding):
+    """The sharding, with the order of dimensions in memory where the parameter needs one."""
+    if not spec.by_row:
+        return sharding
+    return Format(Layout(tuple(range(len(spec.shape)))), sharding)
 
 
 def partition(spec: ParamSpec, mesh: Mesh, *, stacked: bool = False) -> NamedSharding:

@@ -23,12 +23,15 @@ class ParamSpec:
     axes: a logical name for each dimension, which sharding.py places on the mesh. A matrix
     multiplies activations ([out, in]) and takes the weight dtype and form asked for; anything else
     (norms, biases) stays float32. init: standard deviation of random weights, or None for ones.
+    by_row: single rows are looked up in it, so it lies row after row on the device. A TPU prefers
+    the other order for tables whose rows it would have to pad, and would turn them over each step.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     matrix: bool = False
     init: float | None = 0.02
+    by_row: bool = False
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), self

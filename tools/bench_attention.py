@@ -3,6 +3,7 @@
     python tools/bench_attention.py                          time here: batches x shapes
     python tools/bench_attention.py --topology=v6e           bundles per KV token, no TPU needed
     python tools/bench_attention.py --topology=v5e --shapes=smollm2,gpt-oss-20b --page_sizes=16
+    python tools/bench_attention.py --topology=7x --tune     choose block sizes, keep them as data
 
 The second form compiles the decode kernel for 64 rows and counts the final bundles of its steady
 loop, one KV block with its DMAs: a bundle is a cycle at best. Beside it stands what HBM allows: a
@@ -12,6 +13,11 @@ kernel whose bundles stay under the cycles that its bytes take is bound by memor
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
 import os
 import pathlib
 import sys
@@ -23,9 +29,27 @@ import schedule
 # HBM bytes a second (published) and Hz (from published matrix rates) of one core; 7x has two.
 CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9), "7x": (3685e9, 1.9e9)}
 ROWS, MAX_LEN = 64, 8192
+BLOCKS = (128, 256, 512)  # KV tokens that tuning tries
+TUNED = pathlib.Path(__file__).resolve().parent.parent / "pallas_kernels" / "tuned"
 
 
-def bundles(topology, names, page_sizes, kv_dtype, block_tokens):
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """The decode loop of one compiled kernel."""
+
+    block: int  # KV tokens an iteration
+    loop: schedule.Loop
+
+    @property
+    def per_token(self) -> float:
+        return round(self.loop.bundles / self.block, 2)
+
+    @property
+    def stays_in_registers(self) -> bool:
+        return not (self.loop.ops.get("fills") or self.loop.ops.get("spills"))
+
+
+def bundles(topology, names, page_sizes, kv_dtype, block_tokens, tune):
     """Prints one line for each shape and page size."""
     import deviceless
 
@@ -34,22 +58,69 @@ def bundles(topology, names, page_sizes, kv_dtype, block_tokens):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
         target = deviceless.describe(topology)
-        bytes_s, clock = CHIPS.get(topology, (None, None))
         print(
             f"{'shape':22s}{'page':>5s}{'block':>6s}{'bundles/token':>15s}{'HBM cycles':>12s}  ops"
         )
-        for name in names:
-            for page_size in page_sizes:
-                for file in pathlib.Path(folder).iterdir():
-                    file.unlink()
-                block = compile_decode(target, name, page_size, kv_dtype, block_tokens)
-                (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
-                loop = schedule.decode_loop(loops)
-                per_token = loop.bundles / block
-                need = token_bytes(name, kv_dtype) / bytes_s * clock if bytes_s else float("nan")
-                ops = " ".join(f"{unit} {count}" for unit, count in loop.ops.items())
-                line = f"{name:22s}{page_size:5d}{block:6d}{per_token:15.2f}{need:12.2f}  {ops}"
-                print(line, flush=True)
+        for name, page_size in itertools.product(names, page_sizes):
+            measure = functools.partial(measure_decode, target, folder, name, page_size, kv_dtype)
+            decode = tuned(measure, page_size) if tune else measure(block_tokens)
+            need = hbm_cycles(topology, name, kv_dtype)
+            ops = " ".join(f"{unit} {count}" for unit, count in decode.loop.ops.items())
+            print(
+                f"{name:22s}{page_size:5d}{decode.block:6d}{decode.per_token:15.2f}{need:12.2f}  "
+                f"{ops}",
+                flush=True,
+            )
+            if tune:
+                keep(target, topology, name, page_size, kv_dtype, decode)
+
+
+def hbm_cycles(topology, name, kv_dtype) -> float:
+    """Cycles in which HBM delivers one token's K and V to one core; NaN for an unknown chip."""
+    bytes_s, clock = CHIPS.get(topology, (float("nan"), 1))
+    return token_bytes(name, kv_dtype) / bytes_s * clock
+
+
+def measure_decode(target, folder, name, page_size, kv_dtype, block_tokens) -> Decode:
+    for file in pathlib.Path(folder).iterdir():
+        file.unlink()
+    block = compile_decode(target, name, page_size, kv_dtype, block_tokens)
+    (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
+    return Decode(block, schedule.decode_loop(loops))
+
+
+def tuned(measure, page_size) -> Decode:
+    """The smallest block within 3 % of the best: short rows waste less of it."""
+    least = math.lcm(page_size, 128)
+    tried = [measure(block) for block in BLOCKS if block % least == 0]
+    tried = [decode for decode in tried if decode.stays_in_registers] or tried
+    best = min(decode.per_token for decode in tried)
+    return next(decode for decode in tried if decode.per_token <= 1.03 * best)
+
+
+def keep(target, topology, name, page_size, kv_dtype, decode: Decode):
+    """Writes a block size and its measurement into the tuned data of the chip."""
+    from jaxserve.pallas_kernels import tuning
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    shape = next(s for s in shapes.SHAPES if s.name == name)
+    with target.context():
+        file = TUNED / tuning.device_kind() / "ragged_paged_attention.json"
+    table = json.loads(file.read_text()) if file.is_file() else {}
+    key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} {kv_dtype} decode"
+    arguments = f"--topology={topology} --shapes={name} --page_sizes={page_size}"
+    table[key] = {
+        "parameters": {"block_tokens": decode.block},
+        "measured": {
+            "bundles_per_token": decode.per_token,
+            "fills": decode.loop.ops.get("fills", 0),
+            "spills": decode.loop.ops.get("spills", 0),
+            "hbm_cycles_per_token": round(hbm_cycles(topology, name, kv_dtype), 2),
+            "how": f"tools/bench_attention.py {arguments} --kv_dtype={kv_dtype} --tune",
+        },
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(table, indent=2) + "\n")
 
 
 def token_bytes(name, kv_dtype):
@@ -137,7 +208,6 @@ def timed(names, page_size, kv_dtype, backend):
 
 def time_one(shape, rows, page_size, dtype, kv_dtype, backend, repeats=20):
     """Median seconds of one call, its cache donated from call to call."""
-    import functools
     import statistics
 
     import jax
@@ -170,6 +240,7 @@ def main(argv=None) -> int:
     parser.add_argument("--page_sizes", default="16,128")
     parser.add_argument("--kv_dtype", default=None, help="default: bfloat16, on CPU float32")
     parser.add_argument("--block_tokens", type=int, default=None)
+    parser.add_argument("--tune", action="store_true", help="try block sizes, keep the best")
     parser.add_argument("--backend", default=None)
     args = parser.parse_args(argv)
     import deviceless
@@ -181,7 +252,7 @@ def main(argv=None) -> int:
         names = args.shapes.split(",") if args.shapes else all_shapes()
         if args.topology:
             kv_dtype = args.kv_dtype or "bfloat16"
-            bundles(args.topology, names, pages, kv_dtype, args.block_tokens)
+            bundles(args.topology, names, pages, kv_dtype, args.block_tokens, args.tune)
         else:
             import jax
 

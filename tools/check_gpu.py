@@ -1,17 +1,22 @@
 """Checks and times the GPU attention kernel on the machine at hand (an H200, in under 8 minutes).
 
     pip install -e ".[cuda]" && python tools/check_gpu.py
+    python tools/check_gpu.py --dry_run      the same course in small, interpreted, on any machine
 
 First the results: every head shape against the jnp reference on the CPU, in a batch that mixes
 decode rows, chunks, empty rows and padding, NaN wherever no token is; 8-bit and float32 caches too.
 Then the times at full size, beside the card's own measured copy bandwidth and matrix rate, and
 jax's pallas paged attention on its decode shapes. Ends with one table; exit code 1 if a result is
-wrong. Times are medians of chained calls: the cache of one is donated to the next.
+wrong. Times are medians of chained calls: the cache of one is donated to the next. No shape is
+begun after --seconds.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
+import math
 import statistics
 import sys
 import time
@@ -20,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes
+from jaxserve.pallas_kernels.ragged_paged_attention import api, gpu, shapes
 
 PAGE = 16
 BF16 = jnp.bfloat16
@@ -32,37 +37,91 @@ MIXED_ROWS = shapes.BatchShape(
 )
 
 
-def attention(shape, backend):
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """How large everything is; `interpret` runs the kernels on a CPU."""
+
+    shapes: tuple[shapes.HeadShape, ...]
+    timed: int  # of the shapes, the first
+    checked: shapes.BatchShape
+    decode: tuple[tuple[int, int], ...]  # rows as (tokens, length with them)
+    prefill: int
+    decodes_beside: tuple[tuple[int, int], ...]  # the rows that a chunk shares its step with
+    chunk: tuple[int, int]
+    copied: int  # bytes
+    matrix: int
+    repeats: int
+    chain: int
+    interpret: bool
+
+
+FULL = Course(
+    shapes=shapes.SHAPES,
+    timed=len(shapes.SHAPES),
+    checked=MIXED_ROWS,
+    decode=((1, 4096),) * 64,
+    prefill=8192,
+    decodes_beside=tuple(row for row in shapes.BATCHES[3].rows if row[0] == 1),
+    chunk=(512, 2048),
+    copied=2**30,
+    matrix=8192,
+    repeats=15,
+    chain=10,
+    interpret=False,
+)
+DRY = Course(
+    shapes=tuple(shape.scaled(heads=2, window=24) for shape in shapes.SHAPES),
+    timed=1,
+    checked=shapes.BatchShape("small", ((1, 33), (1, 1), (5, 40), (0, 0)), 1, 3),
+    decode=((1, 40),) * 2,
+    prefill=24,
+    decodes_beside=((1, 20),),
+    chunk=(8, 24),
+    copied=2**12,
+    matrix=64,
+    repeats=1,
+    chain=1,
+    interpret=True,
+)
+
+
+def kernel(shape, course):
+    """(q, k, v, kv_pages, batch, sinks=) -> (out, kv_pages) on the GPU, or interpreted."""
     return functools.partial(
-        api.ragged_paged_attention,
-        layer=0, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
-    )  # fmt: skip
+        gpu.ragged_paged_attention, **options(shape), interpret=course.interpret
+    )
+
+
+def options(shape):
+    return dict(layer=0, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap)
 
 
 # ---- results -----------------------------------------------------------------------------------
 
 
-def check(shape, dtype, kv_dtype, page_size):
+def check(course, shape, dtype, kv_dtype, page_size):
     """-> (largest error, error allowed). Both sides start from the same numbers of `dtype`."""
-    case = shapes.make_case(shape, MIXED_ROWS, page_size=page_size, seed=11)
+    case = shapes.make_case(shape, course.checked, page_size=page_size, seed=11)
     q, k, v, pages, batch, sinks = shapes.place(case, "gpu", dtype, kv_dtype)
-    out, pages = jax.jit(attention(shape, "gpu"), donate_argnums=3)(
-        q, k, v, pages, batch, sinks=sinks
-    )
+    run = jax.jit(kernel(shape, course), donate_argnums=3)
+    out, pages = run(q, k, v, pages, batch, sinks=sinks)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         q, k, v, pages, batch, sinks = shapes.place(case, "reference", dtype, kv_dtype)
         wide = [x.astype(jnp.float32) for x in (q, k, v)]
-        want, _ = jax.jit(attention(shape, "reference"))(*wide, pages, batch, sinks=sinks)
+        oracle = functools.partial(
+            api.ragged_paged_attention, **options(shape), backend="reference"
+        )
+        want, _ = jax.jit(oracle)(*wide, pages, batch, sinks=sinks)
     out, want = np.asarray(out.astype(jnp.float32)), np.asarray(want)
     # bfloat16 rounds probabilities and outputs; float32 matmuls add a few hundred products.
     allowed = 2e-5 if dtype == jnp.float32 else 2**-7 * max(1.0, float(np.abs(want).max()))
     return float(np.max(np.abs(out - want))), allowed
 
 
-def check_all():
+def check_all(course):
     """Prints a line for each check. -> whether all are right."""
-    plain = [(shape, BF16, "bfloat16", PAGE) for shape in shapes.SHAPES]
-    llama, smol = shapes.SHAPES[0], shapes.SHAPES[3]
+    plain = [(shape, BF16, "bfloat16", PAGE) for shape in course.shapes]
+    llama, smol = course.shapes[0], course.shapes[3]
     others = [
         (llama, BF16, "int8", 64),
         (llama, BF16, "float8_e4m3fn", 64),
@@ -72,7 +131,7 @@ def check_all():
     ]
     good = True
     for shape, dtype, kv_dtype, page_size in plain + others:
-        error, allowed = check(shape, dtype, kv_dtype, page_size)
+        error, allowed = check(course, shape, dtype, kv_dtype, page_size)
         right = error <= allowed  # False for NaN
         good &= right
         print(
@@ -86,44 +145,44 @@ def check_all():
 # ---- times -------------------------------------------------------------------------------------
 
 
-def median_seconds(call, state, repeats=15, chain=10):
+def median_seconds(course, call, state):
     """Seconds of one state -> state call: chains of calls, each waited for at its end."""
     state = jax.block_until_ready(call(state))
     spent = []
-    for _ in range(repeats):
+    for _ in range(course.repeats):
         began = time.perf_counter()
-        for _ in range(chain):
+        for _ in range(course.chain):
             state = call(state)
         jax.block_until_ready(state)
-        spent.append((time.perf_counter() - began) / chain)
+        spent.append((time.perf_counter() - began) / course.chain)
     return statistics.median(spent)
 
 
-def copy_bandwidth():
+def copy_bandwidth(course):
     """Bytes a second, read and written, of a large elementwise copy."""
-    x = jnp.zeros(2**30, jnp.uint8)
+    x = jnp.zeros(course.copied, jnp.uint8)
     flip = jax.jit(lambda x: x ^ jnp.uint8(1), donate_argnums=0)
-    return 2 * x.size / median_seconds(flip, x)
+    return 2 * x.size / median_seconds(course, flip, x)
 
 
-def matrix_rate():
+def matrix_rate(course):
     """bfloat16 operations a second of a large square matmul."""
-    n = 8192
+    n = course.matrix
     a = jnp.ones((n, n), BF16)
     scaled = jax.jit(lambda x: (x @ a) * jnp.asarray(1 / n, BF16))
-    return 2 * n**3 / median_seconds(scaled, a, repeats=5)
+    return 2 * n**3 / median_seconds(course, scaled, a)
 
 
-def place_large(shape, rows, page_size=PAGE):
-    """A full-size step with random numbers made on the device: -> (state, constants)."""
+def place_large(shape, rows):
+    """A step with random numbers made on the device: -> (state, constants)."""
     kv_len = np.array([n for _, n in rows], np.int32)
     q_len = np.array([q for q, _ in rows], np.int32)
-    pages = -(-kv_len // page_size)
+    pages = -(-kv_len // PAGE)
     table = np.zeros((len(rows), pages.max()), np.int32)
     ids = np.random.default_rng(0).permutation(np.arange(1, pages.sum() + 1))
     for s, (start, count) in enumerate(zip(np.cumsum(pages) - pages, pages)):
         table[s, :count] = ids[start : start + count]
-    spec = api.KVSpec(1, shape.J, shape.E, page_size, BF16)
+    spec = api.KVSpec(1, shape.J, shape.E, PAGE, BF16)
     dims = api.kv_page_shape(spec, int(pages.sum()) + 1, "gpu")
     key = jax.random.key(0)
     cache = api.KVPages(jax.random.normal(key, dims, BF16))
@@ -142,17 +201,17 @@ def place_large(shape, rows, page_size=PAGE):
     return (q, cache), (kv, batch, sinks)
 
 
-def time_step(shape, rows):
+def time_step(course, shape, rows):
     (q, cache), (kv, batch, sinks) = place_large(shape, rows)
-    run = attention(shape, "gpu")
+    run = kernel(shape, course)
     step = jax.jit(
         lambda state, kv, batch, sinks: run(state[0], kv[0], kv[1], state[1], batch, sinks=sinks),
         donate_argnums=0,
     )
-    return median_seconds(lambda state: step(state, kv, batch, sinks), (q, cache))
+    return median_seconds(course, lambda state: step(state, kv, batch, sinks), (q, cache))
 
 
-def time_jax_paged(shape, rows):
+def time_jax_paged(course, shape, rows):
     """jax's own pallas GPU decode kernel on the same rows, or None where it cannot."""
     if shape.window is not None or shape.sinks:
         return None
@@ -161,52 +220,67 @@ def time_jax_paged(shape, rows):
     (q, cache), (_, batch, _) = place_large(shape, rows)
     k, v = (jnp.moveaxis(cache.data[0, :, :, i], 0, 1).copy() for i in (0, 1))
     call = functools.partial(
-        paged_attention.paged_attention, attn_logits_soft_cap=shape.soft_cap, k_splits=16
-    )
+        paged_attention.paged_attention,
+        attn_logits_soft_cap=shape.soft_cap, interpret=course.interpret,
+        k_splits=math.gcd(16, batch.page_table_SP.shape[1]),
+    )  # fmt: skip
     try:
         step = jax.jit(lambda q: call(q, k, v, batch.page_table_SP, batch.kv_len_S))
-        return median_seconds(step, q)
+        return median_seconds(course, step, q)
     except Exception as error:  # its limits on shapes surface as many kinds of error
         print(f"{shape.name}: jax's kernel does not run: {str(error).splitlines()[0][:80]}")
         return None
 
 
-def time_all(bandwidth, rate):
-    """-> lines of the final table."""
-    decode = [(1, 4096)] * 64
-    prefill = [(8192, 8192)]
-    ones, chunk = [(1, n) for _, n in shapes.BATCHES[3].rows[:63]], [(512, 2048)]
+def time_shape(course, shape, bandwidth, rate):
+    """-> the shape's line of the final table."""
+    in_sight = sum(min(n, shape.window or n) for _, n in course.decode)
+    seconds = time_step(course, shape, course.decode)
+    share = in_sight * 2 * shape.J * shape.E * jnp.dtype(BF16).itemsize / seconds / bandwidth
+    theirs = time_jax_paged(course, shape, course.decode)
+    versus = "-" if theirs is None else f"{theirs / seconds:.2f}x"
+    n = course.prefill
+    pairs = sum(min(p + 1, shape.window or n) for p in range(n))
+    prefill = 4 * pairs * shape.H * shape.E / time_step(course, shape, ((n, n),)) / rate
+    ones, chunk = course.decodes_beside, (course.chunk,)
+    alone = max(time_step(course, shape, ones), time_step(course, shape, chunk))
+    mixed = time_step(course, shape, ones + chunk) / alone
+    return (
+        f"{shape.name:22s}{seconds * 1e3:9.3f} ms {share:7.0%} {versus:>9s} "
+        f"{prefill:9.0%} {mixed:9.2f}"
+    )
+
+
+def time_all(course, stop):
+    """-> lines of the final table; shapes not begun at time `stop` are left out."""
+    bandwidth, rate = copy_bandwidth(course), matrix_rate(course)
+    print(
+        f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True
+    )
     lines = []
-    for shape in shapes.SHAPES:
-        seen = min(4096, shape.window or 4096)
-        read = 64 * seen * 2 * shape.J * shape.E * 2
-        seconds = time_step(shape, decode)
-        share = read / seconds / bandwidth
-        theirs = time_jax_paged(shape, decode)
-        pairs = sum(min(p + 1, shape.window or 8192) for p in range(8192))
-        prefill_share = 4 * pairs * shape.H * shape.E / time_step(shape, prefill) / rate
-        alone = max(time_step(shape, ones), time_step(shape, chunk))
-        mixed = time_step(shape, ones + chunk) / alone
-        versus = "-" if theirs is None else f"{theirs / seconds:.2f}x"
-        lines.append(
-            f"{shape.name:22s}{seconds * 1e3:9.3f} ms {share:7.0%} {versus:>9s} "
-            f"{prefill_share:9.0%} {mixed:9.2f}"
-        )
+    for shape in course.shapes[: course.timed]:
+        if time.perf_counter() > stop:
+            lines.append(f"{shape.name:22s} not timed: no time left")
+            continue
+        lines.append(time_shape(course, shape, bandwidth, rate))
         print(lines[-1], flush=True)
     return lines
 
 
-def main() -> int:
-    if jax.default_backend() != "gpu":
-        print('error: no GPU here; with one: pip install -e ".[cuda]"', file=sys.stderr)
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--dry_run", action="store_true", help="small, interpreted, on a CPU")
+    parser.add_argument("--seconds", type=float, default=400, help="begin no shape after these")
+    args = parser.parse_args(argv)
+    if not args.dry_run and jax.default_backend() != "gpu":
+        print(
+            'error: no GPU here (--dry_run?); with one: pip install -e ".[cuda]"', file=sys.stderr
+        )
         return 1
+    course = DRY if args.dry_run else FULL
     began = time.perf_counter()
-    good = check_all()
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
-    print(
-        f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True
-    )
-    lines = time_all(bandwidth, rate)
+    good = check_all(course)
+    lines = time_all(course, began + args.seconds)
     print(f"\n{jax.devices()[0].device_kind}, {time.perf_counter() - began:.0f} s")
     print("decode: 64 rows at 4k. goals: 80% of copy, 50% of matmul, mixed 1.15 of its larger part")
     print(

@@ -23,8 +23,8 @@ import sys
 import tempfile
 import time
 import tomllib
-import types
 
+import parameter_reads
 import schedule
 
 ALIASES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1", "tpu7x": "tpu7x:2x2x1"}
@@ -59,18 +59,29 @@ class Target:
     options: dict
 
     def spec(self, tree):
-        """Arrays or ShapeDtypeStructs -> ShapeDtypeStructs on the target."""
+        """ShapeDtypeStructs -> the same on the target; one that has a place keeps it."""
         import jax
 
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding)
+        place = lambda x: x if x.sharding else x.update(sharding=self.sharding)
         return jax.tree.map(place, tree)
 
-    def compile(self, function, *arguments, donate):
+    @property
+    def device_kind(self) -> str:
+        (device,) = self.sharding.device_set
+        return device.device_kind
+
+    def compile(self, function, *arguments, donate, options=None):
         import jax
 
         with self.context() if self.context else contextlib.nullcontext():
             lowered = jax.jit(function, donate_argnums=donate).lower(*map(self.spec, arguments))
-            return lowered.compile(compiler_options=self.options)
+            try:
+                return lowered.compile(compiler_options=self.options | (options or {}))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                raise Missing(f"{reason} Try --num_pages, or fewer --layers.") from error
 
 
 def describe(topology: str) -> Target:
@@ -118,8 +129,9 @@ def compile_attention(target: Target, args):
 
     known = {shape.name: shape for shape in shapes.SHAPES}
     if args.shape not in known:
-        raise Missing(f"--shape={args.shape}: choose one of {', '.join(known)}")
+        raise Missing(f"--shape={args.shape}: choose one of {', '.join(known)}, all")
     shape = known[args.shape]
+    print(f"\n{shape.name}")
     dtype = jnp.dtype(args.dtype)
     spec = api.KVSpec(4, shape.J, shape.E, args.page_size, args.kv_dtype or args.dtype)
     num_pages = args.num_pages or CACHE_BYTES // api.kv_bytes_per_page(spec, target.backend)
@@ -156,21 +168,22 @@ def compile_step(target: Target, args):
     """The same for one bucket of an engine step of a preset's model, without its weights."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from jaxserve.engine import pack
-    from jaxserve.engine.runner import Runner, RunnerShape
+    from jaxserve.engine.runner import RunnerShape, bucket_step, compiler_options
     from jaxserve.engine.state import init_state
-    from jaxserve.engine.step import StepSpec, device_step
-    from jaxserve.engine.wire import Wire
+    from jaxserve.engine.step import StepSpec
     from jaxserve.models.config import Backend
     from jaxserve.models.loaders.checkpoint import read_config
+    from jaxserve.models.loaders.random_weights import abstract_params
     from jaxserve.pallas_kernels.ragged_paged_attention import api
 
     preset = _preset(args.config)
     family, config = read_config(_model_config(preset["model"]))
-    stacked = Backend(attention=target.backend, linear="reference", stacked=True)
-    config = dataclasses.replace(config, backend=stacked, dtype="bfloat16")
+    backend = Backend(target.backend, "reference", stacked=target.backend == "tpu")
+    config = dataclasses.replace(config, backend=backend, dtype="bfloat16")
+    if args.layers is not None:
+        layers = config.layers[: args.layers]
+        config = dataclasses.replace(config, layers=layers, num_layers=len(layers))
     kv_spec = config.kv_spec(args.page_size, args.kv_dtype or jnp.bfloat16)
     page_bytes = api.kv_bytes_per_page(kv_spec, target.backend)
     shape = RunnerShape(
@@ -187,35 +200,18 @@ def compile_step(target: Target, args):
         ),
         pages,
     )
-    maker = types.SimpleNamespace(shape=shape, rows=pack.RowParams(shape.num_slots))
-    inputs = Runner._empty_inputs(maker, min(args.tokens, shape.token_budget), False)
-    wire = Wire(inputs)
     spec = StepSpec(family, config, target.backend, config.vocab_size)
-
-    def step(params, state, vector):
-        return device_step(params, state, wire.unpack(vector), None, spec)  # greedy: no masks
-
-    params = _abstract_params(family.param_specs(config))
-    vector = jax.ShapeDtypeStruct(wire.shape, np.int32)
-    compiled = target.compile(step, params, state, vector, donate=1)
+    step = bucket_step(spec, shape, min(args.tokens, shape.token_budget), args.sampled)
+    params = abstract_params(
+        family.param_specs(config), stacked=backend.stacked, mesh=target.sharding.mesh
+    )
+    options = compiler_options(target.device_kind)
+    compiled = target.compile(step.run, params, state, *step.inputs, donate=1, options=options)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     print(f"weights                {weights / 1e6:12,.1f} MB")
+    report_reads(compiled)
     cache = shape.num_pages * page_bytes
     return compiled, cache, cache // config.num_layers
-
-
-def _abstract_params(specs):
-    """A family's parameters as ShapeDtypeStructs: bfloat16 matrices, layers stacked."""
-    import jax
-    import jax.numpy as jnp
-
-    dtype = lambda spec: jnp.bfloat16 if spec.matrix else jnp.float32
-    one = lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype(spec))
-    params = {name: one(spec) for name, spec in specs.items() if name != "layers"}
-    L = len(specs["layers"])
-    stack = lambda spec: jax.ShapeDtypeStruct((L, *spec.shape), dtype(spec))
-    params["layers"] = {name: stack(spec) for name, spec in specs["layers"][0].items()}
-    return params
 
 
 def _preset(name):
@@ -252,12 +248,29 @@ def report(compiled, cache, layer, seconds):
     print(f"cache updated in place {'yes' if in_place else 'NO'!s:>12s}")
 
 
+def report_reads(compiled):
+    """Says how often the step reads each parameter that is 1 % of them or more."""
+    reads = parameter_reads.parameter_reads(compiled.as_text())
+    total = sum(size for _, size in reads.values())
+    more = {
+        name: read / size
+        for name, (read, size) in reads.items()
+        if 100 * size >= total and read > 1.01 * size
+    }
+    print(f"every weight read once {'NO' if more else 'yes':>12s}")
+    for name, times in more.items():
+        print(f"  {name} is read {times:.2f} times")
+
+
 def report_schedule(folder):
+    """Prints the loops of the schedules in the folder, and empties it."""
     for name, loops in schedule.kernels(folder, "ragged_paged_attention").items():
         print(f"\n{name}: loops of the final schedule (bundles ~ cycles)")
         for loop in (loop for loop in loops if loop.bundles >= SHORT_LOOP):
             ops = "  ".join(f"{unit} {count}" for unit, count in loop.ops.items())
             print(f"{'  ' * loop.depth}{loop.bundles:6d} bundles  {ops}")
+    for file in pathlib.Path(folder).iterdir():
+        file.unlink()
 
 
 def parse(argv):
@@ -268,8 +281,12 @@ def parse(argv):
         "--op", default="ragged_paged_attention", choices=["ragged_paged_attention"]
     )
     parser.add_argument("--step", action="store_true", help="compile an engine step instead")
+    parser.add_argument("--sampled", action="store_true", help="the step that can sample")
     parser.add_argument("--config", default="llama-3.1-8b-v6e", help="preset of the step")
-    parser.add_argument("--shape", default="llama-3-8b", help="heads, by a name of shapes.py")
+    parser.add_argument("--layers", type=int, default=None, help="of the step; default: all")
+    parser.add_argument(
+        "--shape", default="llama-3-8b", help="heads, by a name of shapes.py; or all"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv_dtype", default=None, help="default: as --dtype")
     parser.add_argument("--page_size", type=int, default=16)
@@ -278,6 +295,16 @@ def parse(argv):
     parser.add_argument("--tokens", type=int, default=128, help="packed tokens of the step")
     parser.add_argument("--max_len", type=int, default=8192, help="longest row")
     return parser.parse_args(argv)
+
+
+def parts(args):
+    """args for each thing to compile: one, or with --shape=all each of shapes.py."""
+    if args.step or args.shape != "all":
+        return [args]
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    one = lambda name: argparse.Namespace(**{**vars(args), "shape": name})
+    return [one(shape.name) for shape in shapes.SHAPES]
 
 
 def main(argv=None) -> int:
@@ -289,15 +316,15 @@ def main(argv=None) -> int:
             os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
         try:
             target = describe(args.topology)
-            began = time.monotonic()
-            compiled, cache, layer = (compile_step if args.step else compile_attention)(
-                target, args
-            )
-            report(compiled, cache, layer, time.monotonic() - began)
+            for part in parts(args):
+                began = time.monotonic()
+                work = compile_step if args.step else compile_attention
+                compiled, cache, layer = work(target, part)
+                report(compiled, cache, layer, time.monotonic() - began)
+                report_schedule(folder)
         except (Missing, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        report_schedule(folder)
     return 0
 
 

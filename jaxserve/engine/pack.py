@@ -103,6 +103,24 @@ def pack(
     return inputs.replace(sampling=_sampling(plan, rows, end_S, num_S, bucket_T))
 
 
+def empty(bucket_T: int, num_slots: int, max_pages: int, *, sampled: bool) -> StepInputs:
+    """Inputs of the bucket's shapes with no rows in them."""
+    none = np.zeros(0, np.int32)
+    plan = StepPlan(
+        step=0,
+        sequences=(),
+        slot_S=none,
+        generation_S=none,
+        start_S=none,
+        cu_q_len_S1=np.zeros(1, np.int32),
+        samples_S=np.zeros(0, bool),
+        token_ids_T=none,
+        page_table_SP=np.zeros((0, max_pages), np.int32),
+        num_decode=0,
+    )
+    return pack(plan, RowParams(num_slots), bucket_T, num_slots, max_pages, sampled=sampled)
+
+
 def _padded(values, size, fill, dtype=np.int32):
     out = np.full(size, fill, dtype)
     out[: len(values)] = values

@@ -106,8 +106,7 @@ class Runner:
         self.end_ids = end_ids
         self.params = params
         self.rows = pack.RowParams(shape.num_slots)
-        words = -(-spec.model_config.vocab_size // 32)
-        self._all_allowed = np.full((shape.num_slots, words), -1, np.int32)
+        self._all_allowed = np.full((shape.num_slots, _mask_words(spec)), -1, np.int32)
         self._allowed = {}  # on the device, by rows: what steps without a grammar are given
         self.programs: dict[tuple[int, bool], Program] = {}
         self.compile_seconds: dict[str, float] = {}
@@ -162,17 +161,16 @@ class Runner:
         self.compile_seconds[name] = time.monotonic() - start
 
     def _compile_step(self, bucket_T: int, sampled: bool) -> None:
-        inputs = self._empty_inputs(bucket_T, sampled)
-        wire = Wire(inputs)
-
-        allowed_SW = self._all_allowed[: len(inputs.slot_S)] if sampled else None
-
-        def step(params, state, vector, allowed_SW):
-            return device_step(params, state, wire.unpack(vector), allowed_SW, self.spec)
-
-        specs = _shapes((self.params, self.state, wire.pack(inputs), allowed_SW))
-        compiled = jax.jit(step, donate_argnums=1).lower(*specs).compile()
-        self.programs[bucket_T, sampled] = Program(wire, compiled)
+        step = bucket_step(self.spec, self.shape, bucket_T, sampled)
+        # Parameters stay as they lie: one may have an order in memory of its own.
+        as_placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format)
+        params = jax.tree.map(as_placed, self.params)
+        lowered = jax.jit(step.run, donate_argnums=1).lower(
+            params, _shapes(self.state), *step.inputs
+        )
+        options = compiler_options(jax.local_devices()[0].device_kind)
+        compiled = lowered.compile(compiler_options=options)
+        self.programs[bucket_T, sampled] = Program(step.wire, compiled)
 
     def _compile_host_copies(self) -> None:
         self._host_kv = HostKV(self.state.kv_pages, self.shape.host_pages)
@@ -181,24 +179,6 @@ class Runner:
         row = row_settings((), SamplingParams(), (), self.shape.max_model_len, self.spec.num_tokens)
         specs = _shapes((self.state, np.int32(0), row))
         self._set_row = jax.jit(set_row, donate_argnums=0).lower(*specs).compile()
-
-    def _empty_inputs(self, bucket_T: int, sampled: bool):
-        """Inputs of the bucket's shapes with no rows in it."""
-        none = np.zeros(0, np.int32)
-        plan = StepPlan(
-            step=0,
-            sequences=(),
-            slot_S=none,
-            generation_S=none,
-            start_S=none,
-            cu_q_len_S1=np.zeros(1, np.int32),
-            samples_S=np.zeros(0, bool),
-            token_ids_T=none,
-            page_table_SP=np.zeros((0, self.shape.max_pages), np.int32),
-            num_decode=0,
-        )
-        num_slots, max_pages = self.shape.num_slots, self.shape.max_pages
-        return pack.pack(plan, self.rows, bucket_T, num_slots, max_pages, sampled=sampled)
 
     def dispatch(self, plan: StepPlan, fill_masks=None) -> Pending:
         """Sends one step to the device and returns at once.
@@ -308,6 +288,43 @@ def _pooled(plan: StepPlan, pooled_SD) -> dict[int, np.ndarray]:
         for row, sequence in enumerate(plan.sequences)
         if sequence.request.params.pooling is not None and plan.end_S[row] == sequence.num_prompt
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketStep:
+    """One bucket's step before it is compiled, whatever the device."""
+
+    wire: Wire
+    run: Callable  # (params, state, vector, allowed_SW) -> (state, StepOutputs); donate the state
+    inputs: tuple  # vector and allowed_SW as ShapeDtypeStructs; allowed_SW is None when greedy
+
+
+def bucket_step(spec: StepSpec, shape: RunnerShape, bucket_T: int, sampled: bool) -> BucketStep:
+    """What the runner compiles; tools compile the same for devices that are not here."""
+    example = pack.empty(bucket_T, shape.num_slots, shape.max_pages, sampled=sampled)
+    wire = Wire(example)
+    mask = jax.ShapeDtypeStruct((len(example.slot_S), _mask_words(spec)), np.int32)
+
+    def run(params, state, vector, allowed_SW):
+        return device_step(params, state, wire.unpack(vector), allowed_SW, spec)
+
+    vector = jax.ShapeDtypeStruct(wire.shape, np.int32)
+    return BucketStep(wire, run, (vector, mask if sampled else None))
+
+
+def compiler_options(device_kind: str) -> dict[str, str]:
+    """XLA options that a step needs on a kind of device.
+
+    TPU 7x would tile 16-bit arrays by 16 rows inside the loop over layers and by 8 outside, and so
+    copy all stacked weights in every step.
+    """
+    by_kind = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}}
+    return by_kind.get(device_kind, {})
+
+
+def _mask_words(spec: StepSpec) -> int:
+    """int32 words of a row's bit mask over the vocabulary."""
+    return -(-spec.model_config.vocab_size // 32)
 
 
 def _shapes(tree):

@@ -62,8 +62,9 @@ def choose_backend(config: EngineConfig) -> models.Backend:
     kind = config.attention_backend
     kind = attention.choose_backend(device) if kind == "auto" else kind
     native = linear.choose_backend(device)
-    # Without the native matmul, slicing stacked weights on a CPU copies every layer each step.
-    return models.Backend(attention=kind, linear=native, stacked=device != "cpu" or native == "cpu")
+    # A TPU slices stacked weights inside the matmul, and the native matmul reads them in place;
+    # XLA's for GPU and CPU would copy every layer in every step.
+    return models.Backend(attention=kind, linear=native, stacked=device == "tpu" or native == "cpu")
 
 
 def build(

@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.models import spec as spec_tree
 from jaxserve.models.config import Backend, ModelConfig
 from jaxserve.models.loaders.gguf_file import GgufTensor
-from jaxserve.models.sharding import partition
+from jaxserve.models.sharding import partition, placement
 from jaxserve.models.spec import ParamSpec, Path
 from jaxserve.pallas_kernels.linear import api as linear_op
 
@@ -197,7 +197,10 @@ def to_device(weight: Any, spec: ParamSpec, mesh: jax.sharding.Mesh | None, stac
     own = lambda leaf: leaf if leaf.flags.writeable else np.array(leaf)
     weight = jax.tree.map(own, weight)
     if mesh is None:
-        return jax.device_put(weight)
+        if not (spec.by_row and isinstance(weight, np.ndarray)):
+            return jax.device_put(weight)
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.device_put(weight, placement(spec, device))
     if not isinstance(weight, np.ndarray):
         raise ValueError("weights on several devices must be float32 or bfloat16: --weight_dtype")
-    return jax.device_put(weight, partition(spec, mesh, stacked=stacked))
+    return jax.device_put(weight, placement(spec, partition(spec, mesh, stacked=stacked)))

@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.models.config import Backend
 from jaxserve.models.loaders.checkpoint import LoadedModel, activation_dtype, read_config
 from jaxserve.models.loaders.fill import fill
-from jaxserve.models.sharding import partition
+from jaxserve.models.sharding import partition, placement
 from jaxserve.models.spec import ParamSpec, Path, assemble, random_array, walk
 
 
@@ -91,7 +91,9 @@ def abstract_params(
 
     def leaf(path: Path, spec: ParamSpec, count: int | None = None) -> jax.ShapeDtypeStruct:
         shape = spec.shape if count is None else (count, *spec.shape)
-        placed = None if mesh is None else partition(spec, mesh, stacked=count is not None)
+        placed = None
+        if mesh is not None:
+            placed = placement(spec, partition(spec, mesh, stacked=count is not None))
         dtype = matrix_dtype if spec.matrix else jnp.float32
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 

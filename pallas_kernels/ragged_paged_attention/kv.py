@@ -17,6 +17,7 @@ from .. import dispatch, native
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
 CODE_MAX = {"int8": 127.0, "int16": 32767.0, "float8_e4m3fn": FP8_MAX}
+FP8_LEAST = 2.0**-6  # smallest normal one; below it, processors that flush disagree with others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ def quantise(x, dtype):
     """x [..., E] -> (codes of `dtype` [..., E], scale float32 [...]) with x ~ codes * scale.
 
     Scales make the largest magnitude of each vector the largest code. A vector of zeros keeps scale
-    1; infinities become the largest finite value: nothing here makes a NaN of a number.
+    1; infinities become the largest finite value: nothing here makes a NaN of a number. An fp8 code
+    below the smallest normal number becomes that or zero, whichever is nearer.
     """
     limit = CODE_MAX[jnp.dtype(dtype).name]
     largest = float(jnp.finfo(jnp.float32).max)
@@ -119,6 +121,9 @@ def quantise(x, dtype):
     codes = jnp.clip(x / scale[..., None], -limit, limit)
     if jnp.issubdtype(dtype, jnp.integer):
         codes = jnp.round(codes)
+    else:
+        small = jnp.round(codes / FP8_LEAST) * FP8_LEAST
+        codes = jnp.where(jnp.abs(codes) < FP8_LEAST, small, codes)
     return codes.astype(dtype), scale
 
 

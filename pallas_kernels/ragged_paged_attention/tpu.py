@@ -10,11 +10,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .. import tuning
 from . import tpu_sizes
 from .kv import KVPages, quantise
 from .reference import token_places
 from .tables import decode_tiles, mixed_tiles
-from .tpu_body import LANES, LOG2_E, NEGATIVE, Plan, call
+from .tpu_body import E4M3_STEP, LANES, LOG2_E, NEGATIVE, Plan, call
 
 SUBLANES = 8
 
@@ -93,9 +94,12 @@ def run_tiles(
     heads = choose_set(H, J, E, tiles.tokens)
     k_lanes, v_lanes, lanes, k_offset, v_offset = set_windows(J, E, heads)
     exact = jnp.float32 in (q_itHE.dtype, pages.dtype)
+    # TPU 7x converts fp8 itself.
+    unpacks = pages.dtype == jnp.float8_e4m3fn and tuning.device_kind() != "tpu7x"
     set_rows = heads * (H // J)
     block_pages, vmem_bytes = tpu_sizes.choose(
         block_tokens, pages, rows=t * set_rows, sets=len(k_lanes), lanes=lanes, tile_tokens=t,
+        window=window,
         key=f"{H}/{J}/{E} page {K} {pages.dtype.name} {'decode' if t == 1 else 'mixed'}",
     )  # fmt: skip
     P = batch.page_table_SP.shape[1]
@@ -104,6 +108,7 @@ def run_tiles(
     tpu_sizes.check_scalars(page_table, tiles)
     plan = Plan(
         page_size=K,
+        pages_per_layer=pages.shape[1],
         pages_per_row=P + spare,
         block_pages=block_pages,
         tile_tokens=t,
@@ -113,14 +118,17 @@ def run_tiles(
         v_lanes=v_lanes,
         set_lanes=lanes,
         unroll_sets=t == 1 or len(k_lanes) == 1,
-        scale=scale,
+        scale=scale * E4M3_STEP if unpacks else scale,
         window=window,
         soft_cap=soft_cap,
         compute_dtype=jnp.dtype(jnp.float32 if exact else jnp.bfloat16),
         set_heads=heads,
         num_kv_heads=J,
         quantised=scales is not None,
+        unpacks_fp8=unpacks,
     )
+    if unpacks:
+        q_itHE = q_itHE * jnp.asarray(E4M3_STEP, q_itHE.dtype)
     q = spread_queries(q_itHE, J, heads, lanes, k_offset)
     R = q.shape[2]
     row = jnp.arange(R, dtype=jnp.int32)
@@ -130,6 +138,7 @@ def run_tiles(
     else:
         first_max = jnp.tile(sinks.astype(jnp.float32).reshape(-1, set_rows) * LOG2_E, (1, t))
         first_max = jnp.broadcast_to(first_max[..., None], (*first_max.shape, LANES))
+    by_page = lambda array: array.reshape(-1, *array.shape[2:])  # one index to multiply, not two
     arguments = (
         jnp.asarray(layer, jnp.int32).reshape(1),
         page_table.reshape(-1),
@@ -142,14 +151,14 @@ def run_tiles(
         jnp.broadcast_to(rows[..., None], (2, R, LANES)),
         first_max,
         new_kv,
-        pages,
-        *(() if scales is None else (scales,)),
+        by_page(pages),
+        *(() if scales is None else (by_page(scales),)),
     )
-    out, pages = call(
+    out, changed = call(
         plan, arguments, num_tiles=tiles.counts[0], out_dtype=q.dtype, sinks=sinks is not None,
         interpret=interpret, vmem_bytes=vmem_bytes,
     )  # fmt: skip
-    return gather_values(out, t, heads, v_offset, E), pages
+    return gather_values(out, t, heads, v_offset, E), changed.reshape(pages.shape)
 
 
 def choose_set(H, J, E, tile_tokens):

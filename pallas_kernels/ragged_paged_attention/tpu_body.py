@@ -31,6 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
 LOG2_E = 1.4426950408889634
+E4M3_STEP = 2.0**60  # twice this is by how much unpacked fp8 numbers are too small, see unpack_e4m3
 WRITE_BUFFERS = 4
 WRITE_LEAD = 2  # groups whose reads are in flight before the first is merged
 
@@ -40,6 +41,7 @@ class Plan:
     """Everything static about one call."""
 
     page_size: int
+    pages_per_layer: int  # in memory, layer after layer
     pages_per_row: int
     block_pages: int
     tile_tokens: int
@@ -56,6 +58,7 @@ class Plan:
     set_heads: int  # KV heads of a set
     num_kv_heads: int
     quantised: bool  # pages hold 8-bit codes, with a scale per slot and head
+    unpacks_fp8: bool  # see unpack_e4m3; queries and scale then come E4M3_STEP times larger
 
     @property
     def block_tokens(self):
@@ -78,9 +81,9 @@ class Refs:
     first_max: object  # VMEM [s, R, 128] what the maximum starts from: sinks, or NEGATIVE
     new_kv: object  # HBM [tokens, W / 128, 128] float32
     pages_in: object  # aliased to `pages`
-    scales: object  # HBM [L, G, 2J, K] float32; this and scale_buffer: for 8-bit pages only
+    scales: object  # HBM [L * G, 2J, K] float32; this and scale_buffer: for 8-bit pages only
     out: object  # VMEM [1, s, R, w]
-    pages: object  # HBM [L, G, K, W]
+    pages: object  # HBM [L * G, K, W]
     kv: object  # VMEM [2, p, K, W]
     scale_buffer: object  # VMEM [2, p, 2J, K] float32
     max: object  # VMEM [s, R, 128] float32
@@ -138,7 +141,8 @@ def kernel(*refs, plan: Plan, sinks: bool):
     refs.parity[0] = (parity + num_blocks) & 1
     lanes = (1, 1, refs.value.shape[-1] // LANES)
     total = jnp.tile(refs.sum[...], lanes)
-    refs.out[0] = (refs.value[...] / jnp.where(total > 0, total, 1)).astype(refs.out.dtype)
+    value = refs.value[...] * E4M3_STEP if plan.unpacks_fp8 else refs.value[...]
+    refs.out[0] = (value / jnp.where(total > 0, total, 1)).astype(refs.out.dtype)
 
 
 NO_SCALES = {"scales": None, "scale_buffer": None}
@@ -168,14 +172,14 @@ def full_blocks(refs, plan, tile):
 
 
 def start_full(refs, plan, tile, block, buffer):
-    layer, row = refs.layer[0], refs.tile_row[tile]
+    base, row = refs.layer[0] * plan.pages_per_layer, refs.tile_row[tile]
     at = row * plan.pages_per_row + first_page(refs, plan, tile) + block * plan.block_pages
     for p in range(plan.block_pages):
-        page, sem = refs.page_table[at + p], refs.fetch_sems.at[buffer]
-        pltpu.make_async_copy(refs.pages.at[layer, page], refs.kv.at[buffer, p], sem).start()
+        page, sem = base + refs.page_table[at + p], refs.fetch_sems.at[buffer]
+        pltpu.make_async_copy(refs.pages.at[page], refs.kv.at[buffer, p], sem).start()
         if plan.quantised:
             to = refs.scale_buffer.at[buffer, p]
-            pltpu.make_async_copy(refs.scales.at[layer, page], to, sem).start()
+            pltpu.make_async_copy(refs.scales.at[page], to, sem).start()
 
 
 def wait_full(refs, plan, buffer):
@@ -191,14 +195,15 @@ def part_copies(refs, plan, tile, block, buffer, g):
     p, offset = g // groups_page, g % groups_page * plan.group_tokens
     offset = pl.multiple_of(offset, plan.group_tokens)
     at = refs.tile_row[tile] * plan.pages_per_row + first_page(refs, plan, tile)
-    page = refs.page_table[at + block * plan.block_pages + p]
+    page = refs.layer[0] * plan.pages_per_layer
+    page += refs.page_table[at + block * plan.block_pages + p]
     slots = pl.ds(offset, plan.group_tokens)
-    layer, sem = refs.layer[0], refs.fetch_sems.at[buffer]
-    codes = refs.pages.at[layer, page, slots], refs.kv.at[buffer, p, slots]
+    sem = refs.fetch_sems.at[buffer]
+    codes = refs.pages.at[page, slots], refs.kv.at[buffer, p, slots]
     if not plan.quantised:
         return [pltpu.make_async_copy(*codes, sem)]
     # Scales of a page come whole, again with each of its groups: tails of rows are short.
-    scales = refs.scales.at[layer, page], refs.scale_buffer.at[buffer, p]
+    scales = refs.scales.at[page], refs.scale_buffer.at[buffer, p]
     return [pltpu.make_async_copy(*codes, sem), pltpu.make_async_copy(*scales, sem)]
 
 
@@ -240,9 +245,11 @@ def wait_fetch(refs, plan, tile, block, buffer):
 
 def attend(refs, plan, tile, block, buffer):
     """Adds one block in VMEM to the running softmax of all sets."""
+    if plan.unpacks_fp8:
+        order_scales(refs, plan, buffer)
     first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
     R = refs.q.shape[2]
-    k_position = first + jax.lax.broadcasted_iota(jnp.int32, (R, plan.block_tokens), 1)
+    k_position = first + block_order(plan, R)
     q_position = refs.tile_first[tile]
     if plan.tile_tokens > 1:
         q_position = jnp.tile(refs.rows[0], (1, plan.block_tokens // LANES)) + q_position
@@ -272,7 +279,9 @@ def attend(refs, plan, tile, block, buffer):
         refs.sum[s] = keep * refs.sum[s] + jnp.sum(p_RB, axis=1, keepdims=True)
         if plan.quantised:
             v_scales = row_scales(refs, plan, buffer, plan.num_kv_heads + s * plan.set_heads)
-            p_RB = jnp.where(seen, p_RB * v_scales, 0)
+            p_RB = jnp.where(
+                seen, p_RB * (v_scales * E4M3_STEP if plan.unpacks_fp8 else v_scales), 0
+            )
         return p_RB.astype(plan.compute_dtype), keep
 
     def add_values(s, p_RB, keep):
@@ -292,6 +301,31 @@ def attend(refs, plan, tile, block, buffer):
             add_values(s, *weigh(s, scores(s)))
 
 
+def block_order(plan, rows):
+    """-> int32 [rows, B]: which token of the block is which column of the scores."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (rows, plan.block_tokens), 1)
+    return unpacked_order(column) if plan.unpacks_fp8 else column
+
+
+def unpacked_order(column):
+    """Of each 128 tokens, unpack_e4m3 leaves those at even places, then those at odd places."""
+    lane = column & (LANES - 1)
+    return column - lane + jnp.where(lane < LANES // 2, 2 * lane, 2 * lane - (LANES - 1))
+
+
+def order_scales(refs, plan, buffer):
+    """Puts a block's scales, as they came from memory, in the order of its unpacked tokens."""
+    rows = refs.scale_buffer.shape[2]
+    source = unpacked_order(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1))
+    for p in range(plan.block_pages):
+        for start in range(0, plan.page_size, LANES):
+            at = (buffer, p, slice(None), pl.ds(start, LANES))
+            scales = refs.scale_buffer[at]
+            refs.scale_buffer[at] = jnp.take_along_axis(
+                scales, source, axis=1, mode="promise_in_bounds"
+            )
+
+
 def lanes_of(refs, plan, buffer, starts, s):
     """-> [B, w] of the block in VMEM: the lanes of set s."""
     if isinstance(s, int):
@@ -300,8 +334,29 @@ def lanes_of(refs, plan, buffer, starts, s):
         step = starts[1] - starts[0]
         assert all(b - a == step for a, b in itertools.pairwise(starts)) and step % LANES == 0
         at = pl.multiple_of(starts[0] + s * step, LANES)
+    if plan.unpacks_fp8:
+        unpacked = []
+        for p in range(plan.block_pages):
+            for start in range(0, plan.page_size, LANES):
+                codes = refs.kv[buffer, p, pl.ds(start, LANES), pl.ds(at, plan.set_lanes)]
+                unpacked += unpack_e4m3(codes)
+        return jnp.concatenate(unpacked, axis=0).astype(plan.compute_dtype)
     block = refs.kv[buffer, :, :, pl.ds(at, plan.set_lanes)]
     return block.reshape(plan.block_tokens, plan.set_lanes).astype(plan.compute_dtype)
+
+
+def unpack_e4m3(codes):
+    """float8_e4m3fn [128, w] -> bfloat16 [64, w] of the even rows and of the odd, times 2**-120.
+
+    Sign, 4 bits of exponent and 3 of fraction are moved to their places in a bfloat16, whose
+    exponent has another bias: 127, not 7. For a word of four rows that takes nine operations; TPUs
+    before 7x have no conversion of their own. Right for normal numbers and zero, and there are no
+    others in the pages.
+    """
+    word = pltpu.bitcast(codes, jnp.int32)
+    even = ((word & 0x00800080) << 8) | ((word & 0x007F007F) << 4)
+    odd = (word & (0x80008000 - 2**32)) | ((word & 0x7F007F00) >> 4)
+    return pltpu.bitcast(even, jnp.bfloat16), pltpu.bitcast(odd, jnp.bfloat16)
 
 
 def row_scales(refs, plan, buffer, first):
@@ -348,7 +403,8 @@ def write_groups(refs, plan):
             new = refs.new_kv.at[pl.ds(token, count)]
             return pltpu.make_async_copy(new, refs.new.at[buffer, here], sem)
         slots = pl.ds(pl.multiple_of(slot, plan.group_tokens), plan.group_tokens)
-        place, old = refs.pages.at[refs.layer[0], page, slots], refs.old.at[buffer]
+        page += refs.layer[0] * plan.pages_per_layer
+        place, old = refs.pages.at[page, slots], refs.old.at[buffer]
         return pltpu.make_async_copy(*((place, old) if kind == 0 else (old, place)), sem)
 
     @pl.loop(0, num_groups + WRITE_LEAD)
@@ -395,7 +451,7 @@ def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_
     q, pages = arguments[7], arguments[11]
     scale_buffer = []
     if plan.quantised:
-        page_scales = arguments[12].shape[2:]
+        page_scales = arguments[12].shape[1:]
         scale_buffer = [pltpu.VMEM((2, plan.block_pages, *page_scales), jnp.float32)]
     _, sets, rows, lanes = q.shape
     W = pages.shape[-1]

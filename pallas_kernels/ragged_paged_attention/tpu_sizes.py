@@ -21,22 +21,28 @@ def tile_tokens(set_rows: int) -> int:
     return max(8, 1 << (160 // set_rows).bit_length() - 1)
 
 
-def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, key):
+def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
     """-> (pages of a block, VMEM limit in bytes).
 
-    block_tokens: a wish, or None for the tuned size or the heuristic. rows: query rows of a tile in
-    a set. ValueError when nothing fits.
+    block_tokens: a wish, or None for the tuned size or the heuristic, cut down to what a tile can
+    see through a window. rows: query rows of a tile in a set. ValueError when nothing fits.
     """
     K, W = pages.shape[2:]
     itemsize = pages.dtype.itemsize
     least = math.lcm(K, LANES)  # scores have whole registers of tokens
     if block_tokens is None:
         tuned = tuning.lookup(OP, key)
-        block_tokens = tuned["block_tokens"] if tuned else MAX_BLOCK_TOKENS
-        while block_tokens > least and not _fits(
-            block_tokens, W * itemsize, rows, sets, tile_tokens
-        ):
-            block_tokens //= 2
+        if tuned:
+            block_tokens = tuned["block_tokens"]
+        else:
+            block_tokens = MAX_BLOCK_TOKENS
+            while block_tokens > least and not _fits(
+                block_tokens, W * itemsize, rows, sets, tile_tokens
+            ):
+                block_tokens //= 2
+        if window is not None:
+            seen = window + tile_tokens - 1 + K - 1  # the first page may begin before the window
+            block_tokens = min(block_tokens, -(-seen // least) * least)
     block_tokens = max(least, block_tokens // least * least)
     group = 32 // itemsize
     state = sets * rows * (2 * LANES + lanes) * 4

@@ -41,6 +41,13 @@ def test_shapes_alone_match_a_loaded_tree():
             assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
 
 
+def test_embeddings_lie_row_after_row_and_nothing_else_is_told_how_to():
+    family, config = read_config(LLAMA)
+    shapes = abstract_params(family.param_specs(config), stacked=True, mesh=make_mesh())
+    assert shapes.pop("embed").format.layout.major_to_minor == (0, 1)
+    assert all(leaf.format.layout is None for leaf in jax.tree.leaves(shapes))
+
+
 def test_logical_axes_are_split_where_the_mesh_divides_them():
     mesh = jax.sharding.AbstractMesh((4,), ("model",))
     split = lambda shape, axes, **options: tuple(

@@ -139,6 +139,15 @@ def test_fp8_never_becomes_nan():
     np.testing.assert_allclose(back, np.asarray(finite), rtol=2**-4, atol=1e-6)
 
 
+def test_fp8_codes_below_the_smallest_normal_become_that_or_zero():
+    """A TPU flushes subnormal numbers; every backend is to see the same cache."""
+    least = 2.0**-6
+    values = jnp.array([[448, 0.6 * least, 0.4 * least, -0.9 * least, least, 1.3 * least]])
+    codes, scale = kv.quantise(values, jnp.float8_e4m3fn)
+    assert scale.tolist() == [1.0]
+    assert codes.astype(jnp.float32).tolist() == [[448, least, 0, -least, least, 1.25 * least]]
+
+
 def surrounded(x, at, begin, end, num_tokens):
     """x[begin:end] at place `at` among num_tokens others."""
     filler = np.random.default_rng(end).standard_normal((num_tokens, *x.shape[1:]), np.float32)

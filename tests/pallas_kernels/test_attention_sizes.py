@@ -49,11 +49,21 @@ def test_blocks_are_whole_pages_and_registers(shape, page_size):
     spec = api.KVSpec(1, shape.J, shape.E, page_size, jnp.bfloat16)
     pages = api.kv_page_specs(spec, 8, "tpu").data
     count, _ = tpu_sizes.choose(
-        None, pages, rows=16, sets=4, lanes=256, tile_tokens=1, key="no such key"
+        None, pages, rows=16, sets=4, lanes=256, tile_tokens=1, window=None, key="no such key"
     )
     tokens = count * page_size
     assert tokens % math.lcm(page_size, 128) == 0
     assert 2 * tokens * pages.shape[-1] * 2 <= tpu_sizes.VMEM_BYTES
+
+
+def test_blocks_hold_no_more_than_a_window_shows():
+    """A window of 128 tokens covers parts of two pages of 128, and of nine pages of 16."""
+    for page_size, window, tokens in ((16, 128, 256), (128, 128, 256), (16, 113, 128)):
+        pages = api.kv_page_specs(api.KVSpec(1, 2, 64, page_size, jnp.bfloat16), 8, "tpu").data
+        count, _ = tpu_sizes.choose(
+            None, pages, rows=8, sets=1, lanes=128, tile_tokens=1, window=window, key="no such key"
+        )
+        assert count * page_size == tokens
 
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused():
@@ -88,20 +98,38 @@ def test_tiles_of_a_mixed_step():
     assert tiles.group_5n[:, 2].tolist() == [8, 0, 7 - 2 + 16, 2, 4]
 
 
-def test_tuned_data_names_known_parameters_and_its_measurement():
-    files = list(TUNED.glob("*/ragged_paged_attention.json"))
-    assert files
-    for file in files:
-        for key, entry in json.loads(file.read_text()).items():
-            heads, _, page, dtype, kind = key.split(" ")
-            assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
-            assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
-            assert entry["measured"]["bundles_per_token"] > 0
-            assert jnp.dtype(dtype) == jnp.bfloat16
-            assert (
-                tuning.lookup("ragged_paged_attention", key, file.parent.name)
-                == entry["parameters"]
-            )
+CHIPS = {"v5e": "tpu_v5_lite", "v6e": "tpu_v6_lite", "7x": "tpu7x"}
+OTHERS = json.loads(
+    (pathlib.Path(__file__).parent.parent / "data" / "rpa_v3_bundles.json").read_text()
+)
+
+
+def tuned(chip):
+    return json.loads((TUNED / CHIPS[chip] / "ragged_paged_attention.json").read_text())
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_tuned_data_names_known_parameters_and_its_measurement(chip):
+    for key, entry in tuned(chip).items():
+        heads, _, page, dtype, kind = key.split(" ")
+        assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
+        assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
+        assert entry["measured"]["bundles_per_token"] > 0
+        assert dtype in ("bfloat16", "int8", "float8_e4m3fn")
+        found = tuning.lookup("ragged_paged_attention", key, CHIPS[chip])
+        assert found == entry["parameters"]
+
+
+@by_name
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, shape):
+    """Against RPA v3: as few bundles a token with pages of 128, four fifths with pages of 16."""
+    key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} bfloat16 decode"
+    measured = tuned(chip)[key]["measured"]
+    assert measured["fills"] == measured["spills"] == 0
+    theirs = OTHERS["bundles_per_token"][chip][shape.name][str(page_size)]
+    assert measured["bundles_per_token"] <= theirs * (0.8 if page_size == 16 else 1.0)
 
 
 def test_a_miss_is_none():

@@ -51,17 +51,18 @@ def test_equals_float64(name):
     np.testing.assert_array_equal(np.asarray(pages.data)[owned], cache[owned].astype(np.float32))
 
 
-def test_eight_bits():
+@pytest.mark.parametrize("page_dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_eight_bits(page_dtype):
     """Equal to the reference, which test_attention_reference.py proves for 8 bits."""
     from jaxserve.pallas_kernels.ragged_paged_attention import reference
 
     shape = BY_NAME["llama-3-8b"].scaled(heads=2, window=24)
     case = shapes.make_case(shape, ROWS, page_size=128, layers=2, layer=1, seed=8)
-    q, k, v, pages, batch, _ = shapes.place(case, "reference", jnp.float32, jnp.int8)
+    q, k, v, pages, batch, _ = shapes.place(case, "reference", jnp.float32, page_dtype)
     want, want_pages = jax.jit(
         functools.partial(reference.ragged_paged_attention, layer=1, scale=shape.scale)
     )(q, k, v, pages, batch)
-    out, got_pages = interpret(case, shape, jnp.int8)
+    out, got_pages = interpret(case, shape, page_dtype)
     np.testing.assert_allclose(out, np.asarray(want), rtol=0, atol=5e-6)
     np.testing.assert_array_equal(np.asarray(got_pages.scale), np.asarray(want_pages.scale))
     owned = ~np.isnan(np.asarray(want_pages.scale))
