@@ -308,7 +308,8 @@ void MultiplyTiles(const Product* products, int64_t count, const float* x) {
   int64_t tiles = CeilDiv(w.T, 16), rows = CeilDiv(w.T, tiles);  // tiles of about the same height
   Split split{rows, tiles, w.blocks(), nullptr};
   size_t split_bytes = tiles * split.tile_bytes() + kGap;
-  int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * 4) / 2 * 2, 2, tiles);
+  int64_t task_tiles = kReuseBytes / (rows * w.D * 4) / 2 * 2;  // they go in twos
+  task_tiles = std::max<int64_t>(2, std::min(task_tiles, tiles));
   size_t thread_bytes = ScratchBytes(task_tiles) + kGap;
   int8_t* memory = team.Scratch<int8_t>(split_bytes + thread_bytes * NumThreads());
   split.halves = memory;
