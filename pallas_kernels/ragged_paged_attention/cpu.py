@@ -27,7 +27,8 @@ def ragged_paged_attention(
     sinks=None,
     isa: str | None = None,
 ):
-    """See api.ragged_paged_attention. kv_pages.data: [L, G, J, 2, K, E], updated in place.
+    """See api.ragged_paged_attention. kv_pages.data: [L, G, J, 2, K, E], its K turned (see kv.py),
+    updated in place.
 
     isa: a name of native.ISAS, for tests; None takes the best.
     """
