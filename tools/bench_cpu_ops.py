@@ -63,7 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     heads = {shape.name: shape for shape in shapes.SHAPES}
     parser.add_argument("--heads", nargs="+", default=["smollm2", "gemma-3-270m"], choices=heads)
-    parser.add_argument("--kv_dtype", default="float32", choices=("float32", "bfloat16", "int16", "int8"))
+    kv_dtypes = ("float32", "bfloat16", "int16", "int8")
+    parser.add_argument("--kv_dtype", default="float32", choices=kv_dtypes)
     args = parser.parse_args()
     if not native.available():
         raise SystemExit(native.describe())
