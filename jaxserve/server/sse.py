@@ -23,12 +23,22 @@ PING_S = 15.0
 # Refusals normally come at once and deserve their own status. After this long without news the
 # stream opens with 200, so that no proxy gives up, and a later refusal arrives as an error event.
 STATUS_WAIT_S = 5.0
+# Line ends to Unicode, not to JSON or to event streams: clients that split text into lines would
+# cut an event in two at one that a model says.
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+
+
+def _json(content) -> bytes:
+    data = orjson.dumps(content)
+    for end, escape in _LINE_ENDS.items():
+        data = data.replace(end, escape)
+    return data
 
 
 def event(content, name: str | None = None) -> bytes:
     """One event with JSON content; name becomes its event type."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + orjson.dumps(content) + b"\n\n"
+    return head + b"data: " + _json(content) + b"\n\n"
 
 
 class ChunkWriter:
@@ -36,12 +46,12 @@ class ChunkWriter:
 
     def __init__(self, envelope: dict, **after_choices):
         self._envelope = envelope
-        self._head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":['
-        after = orjson.dumps(after_choices)[1:-1]
+        self._head = b"data: " + _json(envelope)[:-1] + b',"choices":['
+        after = _json(after_choices)[1:-1]
         self._tail = b"]" + (b"," + after if after else b"") + b"}\n\n"
 
     def choice(self, content: dict) -> bytes:
-        return self._head + orjson.dumps(content) + self._tail
+        return self._head + _json(content) + self._tail
 
     def last(self, usage: dict) -> bytes:
         """The extra chunk before [DONE] that carries usage and no choice."""
