@@ -33,9 +33,9 @@ class IdTokenizer:
 
 
 @functools.cache
-def load(folder, attention: str, linear: str, stacked: bool):
+def load(folder, attention: str, linear: str, stacked: bool, weight_dtype: str = "float32"):
     backend = models.Backend(attention=attention, linear=linear, stacked=stacked)
-    return models.load(folder, weight_dtype="float32", backend=backend)
+    return models.load(folder, weight_dtype=weight_dtype, backend=backend)
 
 
 @functools.cache

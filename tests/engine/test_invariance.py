@@ -3,9 +3,12 @@
 Compared to the bit, tokens and log-probabilities, in float32 with one pinned step shape.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
+from jaxserve.pallas_kernels import native
 from jaxserve.types import FinishReason
 from tests.engine.harness import VOCAB, make_core, request, run
 
@@ -84,6 +87,25 @@ def test_a_long_prompt_in_one_chunk(tiny_model, sampling):
     assert len(answers[0].tokens) == 12
     same(answers[1], answers[0])
     same(answers[2], answers[0])
+
+
+@pytest.mark.skipif(not native.available(), reason=native.describe())
+@pytest.mark.parametrize("sampling", ["greedy", "seeded"])
+def test_quantised_weights_in_native_code(tiny_model, sampling):
+    """What `auto` chooses on a CPU; one pinned shape keeps it from changing its arithmetic."""
+    core = functools.partial(make_core, tiny_model, backend=("cpu", "cpu", True, "int8"))
+    expected = run(core(pipelined=False), [subject(sampling)])["subject", 0]
+    assert len(expected.tokens) == 24
+    for chunk in (8, 16):
+        same(run(core(budget=chunk), [subject(sampling)])["subject", 0], expected)
+    others, arrivals = crowd()
+    answers = run(core(), [*others, subject(sampling)], arrivals=[*arrivals, 9])
+    same(answers["subject", 0], expected)
+    again = core()
+    for cached in (0, 64):
+        answer = run(again, [subject(sampling)])["subject", 0]
+        assert answer.cached == cached
+        same(answer, expected)
 
 
 @pytest.mark.parametrize("host_pages", [0, 20])
