@@ -12,7 +12,7 @@ jnp for any device. The cpu backend promises that a row of y depends on that row
 bit, and not on the other rows; nor on their number, but for one exception: on a processor with AMX
 quantised weights meet three rows or more on its tile unit. Accuracy, relative to the largest
 element of a row of y: some 1e-7 (products and sums in float32, or integers of 30 bits), on the tile
-unit some 1e-6 (16 bits of every weight and activation, sums in float32).
+unit 1e-6 in the mean and 2e-5 at most (16 bits of weights and activations, sums in float32).
 """
 
 import jax
