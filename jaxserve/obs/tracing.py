@@ -31,7 +31,7 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer("jaxserve")
         self._extract = TraceContextTextMapPropagator().extract
-        self._clock, self._wall_ns = clock, wall_ns
+        self.now, self._wall_ns = clock, wall_ns
         self._open: dict[str, RequestSpan] = {}
 
     @classmethod
@@ -64,15 +64,16 @@ class Tracing:
         carrier = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
         from opentelemetry.trace import SpanKind
 
+        start_ns = self._wall_ns() - int((self.now() - arrived) * 1e9)
         span = self._tracer.start_span(
             "generate",
             context=self._extract(carrier),
             kind=SpanKind.SERVER,
-            start_time=self._at(arrived),
+            start_time=start_ns,
             attributes={"gen_ai.response.id": request_id, **attributes},
         )
-        span.add_event("queued", timestamp=self._at(arrived))
-        followed = RequestSpan(self, request_id, span)
+        span.add_event("queued", timestamp=start_ns)
+        followed = RequestSpan(self, request_id, span, arrived, start_ns)
         self._open[request_id] = followed
         return followed
 
@@ -83,42 +84,45 @@ class Tracing:
             name = sequence.request.id
             span = self._open.get(name) or self._open.get(name.rpartition("-")[0])
             if span is not None:
-                span.admitted(self._wall_ns() - int(seconds * 1e9))
+                span.admitted(self.now() - seconds)
 
     def close(self) -> None:
         """Sends what is left."""
         self._provider.shutdown()
-
-    def _at(self, moment: float) -> int:
-        """A moment of the clock as nanoseconds since 1970."""
-        return self._wall_ns() - int((self._clock() - moment) * 1e9)
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
 
 
 class RequestSpan:
-    """One request while it runs. Ends exactly once."""
+    """One request while it runs. Ends exactly once.
 
-    def __init__(self, tracing: Tracing, request_id: str, span):
+    Only its start is read from the wall clock: the rest is counted from there on the engine's
+    clock, so that its times are in order whatever is done to the wall clock.
+    """
+
+    def __init__(self, tracing: Tracing, request_id: str, span, arrived: float, start_ns: int):
         self._tracing = tracing
         self._id = request_id
         self._span = span
+        self._arrived, self._start_ns = arrived, start_ns
         self._phase = "queued"
         self._tokens = 0
 
-    def admitted(self, at_ns: int) -> None:
-        """Its first sequence got a slot; a later return from preemption is no news."""
+    def admitted(self, moment: float) -> None:
+        """Its first sequence got a slot, at this moment of the clock; a later return from
+        preemption is no news."""
         if self._phase == "queued":
             self._phase = "prefill"
-            self._span.add_event("prefill", timestamp=at_ns)
+            # A pipelined step can have begun on the device before the request came.
+            self._span.add_event("prefill", timestamp=self._at(max(moment, self._arrived)))
 
     def saw_tokens(self, count: int) -> None:
         """count tokens of the request just came out of the engine."""
         self._tokens += count
         if count and self._phase != "decode":
             self._phase = "decode"
-            self._span.add_event("decode")
+            self._span.add_event("decode", timestamp=self._at(self._tracing.now()))
 
     def refused(self, code: str) -> None:
         """The engine did not take it."""
@@ -136,5 +140,9 @@ class RequestSpan:
         if error is not None:
             self._span.set_attribute("error.type", error)
             self._span.set_status(StatusCode.ERROR)
-        self._span.end()
+        self._span.end(end_time=self._at(self._tracing.now()))
         self._tracing._forget(self._id)
+
+    def _at(self, moment: float) -> int:
+        """A moment of the clock as nanoseconds since 1970."""
+        return self._start_ns + int((moment - self._arrived) * 1e9)

@@ -1,5 +1,6 @@
 """Spans by hand, over HTTP and with the real scheduler; their times come from clocks set here."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -52,13 +53,30 @@ def test_a_life_from_queue_to_end(spans):
     (found,) = spans.finished
     assert found.start_time == NOW_NS - 2 * SECOND
     names = [(event.name, event.timestamp) for event in found.events]
-    assert names[:2] == [("queued", NOW_NS - 2 * SECOND), ("prefill", NOW_NS - SECOND // 2)]
-    assert [name for name, _ in names[2:]] == ["decode"]
+    assert names == [
+        ("queued", NOW_NS - 2 * SECOND),
+        ("prefill", NOW_NS - SECOND // 2),
+        ("decode", NOW_NS),
+    ]
+    assert found.end_time == NOW_NS
     assert found.attributes["gen_ai.usage.output_tokens"] == 5 and found.attributes["a"] == 1
     assert found.attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert found.status.is_unset or found.status.is_ok
     assert f"{found.context.trace_id:032x}" == PARENT.split("-")[1]
     assert f"{found.parent.span_id:016x}" == PARENT.split("-")[2]
+
+
+def test_times_are_in_order_whatever_the_wall_clock_does():
+    clock, wall = itertools.count(100), itertools.count(9 * 10**18, -(10**15))
+    spans = Spans(clock=lambda: next(clock), wall_ns=lambda: next(wall))
+    span = spans.tracing.request("a", 99.5, {}, {})
+    spans.tracing.on_step(step_with("a"), 30.0)  # a step that began before the request came
+    span.saw_tokens(1)
+    span.end("stop")
+    (found,) = spans.finished
+    times = [event.timestamp for event in found.events]
+    assert [time - found.start_time for time in times] == [0, 0, 5 * SECOND // 2]
+    assert found.end_time - found.start_time == 7 * SECOND // 2
 
 
 def test_faults_and_refusals_are_errors(spans):
