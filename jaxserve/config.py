@@ -48,9 +48,15 @@ class EngineConfig:
         "Weights in memory. auto: the fastest form here that keeps the reference's tokens.",
         choices=("auto", "float32", "bfloat16", "int8"),
     )
+    dtype: str = setting(
+        "auto",
+        "Activations. auto: float32 on CPU, bfloat16 elsewhere. bfloat16 on a CPU with AMX makes "
+        "prompts some two times faster and keeps 8 bits of every number.",
+        choices=("auto", "float32", "bfloat16"),
+    )
     kv_dtype: str = setting(
         "auto",
-        "KV cache. auto: float32 on CPU, bfloat16 elsewhere.",
+        "KV cache. auto: as dtype.",
         choices=("auto", "float32", "bfloat16", "int16", "int8", "float8_e4m3fn"),
     )
     max_model_len: int | None = setting(

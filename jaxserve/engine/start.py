@@ -95,8 +95,9 @@ def build(
         cache_dir=cache_dir,
     )
     config = _settle(config, loaded)
+    model_config = dataclasses.replace(loaded.config, dtype=config.dtype)
     device = jax.local_devices()[0]
-    spec = loaded.config.kv_spec(config.page_size, jnp.dtype(config.kv_dtype))
+    spec = model_config.kv_spec(config.page_size, jnp.dtype(config.kv_dtype))
     page_bytes = attention.kv_bytes_per_page(spec, backend.attention)
     free = memory.free_bytes(device)
     pages = memory.count_pages(config, page_bytes, free, device.platform)
@@ -119,7 +120,7 @@ def build(
         deterministic=config.deterministic,
         host_pages=scheduler.limits.host_pages,
     )
-    step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
+    step = StepSpec(loaded.family, model_config, backend.attention, num_tokens)
     runner = Runner(step, loaded.params, shape, loaded.eos_ids)
     made_of = manifest.manifest(
         config,
@@ -164,13 +165,14 @@ def _settle(config: EngineConfig, loaded) -> EngineConfig:
     length = config.max_model_len or min(longest, MAX_MODEL_LEN_DEFAULT)
     if length > longest:
         raise ValueError(f"--max_model_len={length}: this model's positions end at {longest}")
-    kv_dtype = config.kv_dtype
-    if kv_dtype == "auto":
-        kv_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return dataclasses.replace(
         config,
         max_model_len=length,
-        kv_dtype=kv_dtype,
+        dtype=dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         weight_dtype=loaded.weight_dtype,
         served_model_name=config.served_model_name or loaded.name,
     )
@@ -179,9 +181,9 @@ def _settle(config: EngineConfig, loaded) -> EngineConfig:
 def _describe(config, loaded, backend, device) -> str:
     return (
         f"{config.served_model_name} on {device.device_kind} ({backend.attention} attention, "
-        f"{backend.linear} matmul) · weights {loaded.weight_dtype} · KV {config.kv_dtype} · "
-        f"{config.num_slots} slots · {config.num_pages} pages of {config.page_size} tokens · "
-        f"{config.token_budget} tokens a step"
+        f"{backend.linear} matmul) · weights {loaded.weight_dtype} · activations {config.dtype} · "
+        f"KV {config.kv_dtype} · {config.num_slots} slots · {config.num_pages} pages of "
+        f"{config.page_size} tokens · {config.token_budget} tokens a step"
     )
 
 

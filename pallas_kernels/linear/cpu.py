@@ -16,34 +16,38 @@ def available() -> bool:
 ACTIVATIONS = ("silu", "gelu_tanh")  # that `gated` computes
 
 
-def linears(x_TD, weights, *, layer=None, isa: str | None = None) -> tuple:
-    """y_TF in x's dtype for each of the weights in panels; see api.linears. isa: a name of
-    native.ISAS, for tests; None takes the best."""
+def linears(x_TD, weights, *, dtype=None, layer=None, isa: str | None = None) -> tuple:
+    """y_TF for each of the weights in panels; see api.linears. isa: a name of native.ISAS, for
+    tests; None takes the best."""
+    dtype = dtype or x_TD.dtype
     if all(isinstance(weight, QuantizedWeight) for weight in weights):
-        return _groups(x_TD, weights, layer, [w.out_features for w in weights], None, isa)
-    return tuple(_one(x_TD, weight, layer, isa) for weight in weights)
+        return _groups(x_TD, weights, [w.out_features for w in weights], dtype, layer, isa)
+    return tuple(_one(x_TD, weight, dtype, layer, isa) for weight in weights)
 
 
 def gated(x_TD, gate: QuantizedWeight, up: QuantizedWeight, activation: str, *, layer, isa=None):
     """activation(x gate^T) * (x up^T) in x's dtype, in one call that writes neither factor."""
-    (y_TF,) = _groups(x_TD, (gate, up), layer, [gate.out_features], activation, isa)
+    features = [gate.out_features]
+    (y_TF,) = _groups(x_TD, (gate, up), features, x_TD.dtype, layer, isa, activation)
     return y_TF
 
 
-def _one(x_TD, weight, layer, isa):
+def _one(x_TD, weight, dtype, layer, isa):
     if isinstance(weight, QuantizedWeight):
-        (y_TF,) = _groups(x_TD, (weight,), layer, [weight.out_features], None, isa)
+        (y_TF,) = _groups(x_TD, (weight,), [weight.out_features], dtype, layer, isa)
         return y_TF
     assert native.available(), native.describe()
     result = jax.ShapeDtypeStruct((x_TD.shape[0], weight.out_features), jnp.float32)
     call = jax.ffi.ffi_call("jaxserve_linear_floats", result)
     isa = np.int64(native.isa_code(isa))
     panels = _with_layers(weight, layer).panels
-    return call(x_TD.astype(jnp.float32), panels, _index(layer), isa=isa).astype(x_TD.dtype)
+    return call(x_TD.astype(jnp.float32), panels, _index(layer), isa=isa).astype(dtype)
 
 
-def _groups(x_TD, weights, layer, features, activation, isa) -> tuple:
+def _groups(x_TD, weights, features, dtype, layer, isa, activation=None) -> tuple:
     assert native.available(), native.describe()
+    in_tiles = x_TD.dtype == jnp.bfloat16 and (isa or native.isas()[-1]) == "amx"
+    computed = dtype if in_tiles else jnp.float32
     operands, forms = [], []
     for weight in weights:
         stacked = _with_layers(weight, layer)
@@ -52,17 +56,17 @@ def _groups(x_TD, weights, layer, features, activation, isa) -> tuple:
             offset = jnp.zeros((0,), stacked.scale.dtype)
         operands += [stacked.codes, stacked.scale, offset]
         forms += [weight.bits, weight.group, weight.zero]
-    shape = lambda count: jax.ShapeDtypeStruct((x_TD.shape[0], count), jnp.float32)
+    shape = lambda count: jax.ShapeDtypeStruct((x_TD.shape[0], count), computed)
     call = jax.ffi.ffi_call("jaxserve_linear_groups", tuple(shape(n) for n in features))
     results = call(
-        x_TD.astype(jnp.float32),
+        x_TD if in_tiles else x_TD.astype(jnp.float32),
         _index(layer),
         *operands,
         forms=np.array(forms, np.int64),
         activation=np.int64(-1 if activation is None else ACTIVATIONS.index(activation)),
         isa=np.int64(native.isa_code(isa)),
     )
-    return tuple(y_TF.astype(x_TD.dtype) for y_TF in results)
+    return tuple(y_TF.astype(dtype) for y_TF in results)
 
 
 def _with_layers(weight, layer):

@@ -369,14 +369,17 @@ Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
 }
 
 // args: x [T, D], layer [], then codes, scale and offset of each weight. forms: bits, group and zero of
-// each. activation < 0: one result [T, F] a weight; else one, of two weights, gated.
+// each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, for
+// AMX, bfloat16; then results may be either.
 ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
                         ffi::Span<const int64_t> forms, int64_t activation, int64_t isa) {
   auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
   ffi::AnyBuffer x = buffer(0), layer = buffer(1);
   int64_t index = *static_cast<const int32_t*>(layer.untyped_data());
   const int64_t T = x.dimensions()[0], D = x.dimensions()[1];
-  const bool gated = activation >= 0;
+  const bool gated = activation >= 0, bfloat16 = x.element_type() == ffi::BF16;
+  const bool amx = ChooseIsa(isa) == Isa::kAmx;
+  if (bfloat16 && !amx) return ffi::Error::InvalidArgument("linear: bfloat16 is for AMX");
   std::vector<Product> products;
   for (size_t i = 0; i < results.size(); ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
@@ -384,6 +387,8 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     product.gated = gated;
     product.activation = static_cast<Activation>(gated ? activation : 0);
     product.y = static_cast<float*>(y->untyped_data());
+    product.bfloat16 = y->element_type() == ffi::BF16;
+    if (product.bfloat16 && !bfloat16) return ffi::Error::InvalidArgument("linear: results are float32");
     auto read = [&](size_t n, Weight* w) {
       ffi::AnyBuffer codes = buffer(2 + 3 * n);
       if (index < 0 || index >= codes.dimensions()[0]) return false;
@@ -400,7 +405,11 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     products.push_back(product);
   }
 #if JAXSERVE_X86
-  if (ChooseIsa(isa) == Isa::kAmx && T >= kTilesFromRows) {
+  if (bfloat16) {
+    MultiplyBfloat16Tiles(products.data(), products.size(), x.untyped_data());
+    return ffi::Error::Success();
+  }
+  if (amx && T >= kTilesFromRows) {
     MultiplyTiles(products.data(), products.size(), static_cast<const float*>(x.untyped_data()));
     return ffi::Error::Success();
   }

@@ -111,11 +111,13 @@ struct Product {
   Weight w, up;
   bool gated;
   Activation activation;
-  float* y;  // [T, F]
+  float* y;       // [T, F]
+  bool bfloat16;  // y is that in truth
 };
 
 // Both take all products of one x [T, D] at once, so that it is made ready only once.
 void MultiplyTiles(const Product* products, int64_t count, const float* x);
+void MultiplyBfloat16Tiles(const Product* products, int64_t count, const void* x);
 
 // act(gate) * up: both activations are gate times the sigmoid of something (gelu's tanh form:
 // Hendrycks and Gimpel, arXiv:1606.08415).
@@ -127,12 +129,22 @@ JAXSERVE_INLINE Lanes Gate(Activation activation, const Lanes& gate, const Lanes
   return gate / (1.0f + Exp(-Max(x, Fill(-87.0f)))) * up;
 }
 
-// Stores one panel of one row of y [T, F], cut at both.
+// Copies one panel of one row to y [T, F], cut at F. value: 16 elements of kBytes.
+template <int kBytes>
+JAXSERVE_INLINE void StorePanel(const Weight& w, void* y, int64_t row, int64_t panel, const void* value) {
+  int64_t at = panel * kPanel;
+  char* to = static_cast<char*>(y) + (row * w.F + at) * kBytes;
+  if (at + kPanel <= w.F) {
+    std::memcpy(to, value, kPanel * kBytes);  // of a size known here: one store
+  } else {
+    std::memcpy(to, value, (w.F - at) * kBytes);
+  }
+}
+
+// The same of floats, cut at T too.
 JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel,
                               const Lanes& value) {
-  if (row >= w.T) return;
-  int64_t at = panel * kPanel;
-  std::memcpy(y + row * w.F + at, &value, sizeof(float) * std::min<int64_t>(kPanel, w.F - at));
+  if (row < w.T) StorePanel<sizeof(float)>(w, y, row, panel, &value);
 }
 
 }  // namespace jaxserve::groups

@@ -1,9 +1,11 @@
-// linear with group-quantised weights on AMX's tile unit.
+// linear with group-quantised weights on AMX's tile unit, which multiplies bfloat16 and adds up in
+// float32.
 //
-// It multiplies bfloat16 and adds up in float32. A weight or activation v becomes v_high = v rounded
-// to bfloat16 and v_low = the rest in bfloat16, and a product three:
+// x in bfloat16 is multiplied as it is, by weights rounded to bfloat16. x in float32 keeps 16 bits: it
+// and the weights become v_high = v rounded to bfloat16 and v_low = the rest in bfloat16, and a product
+// three:
 //
-//   x w  =  x_high w_high + x_low w_high + x_high w_low  (+ what 17 bits cannot hold)
+//   x w  =  x_low w_high + x_high w_high + x_high w_low  (+ what 17 bits cannot hold)
 //
 // Sums run over the blocks of 32 inputs in order, whatever tile a row is in, so its bits do not depend
 // on the rows around it.
@@ -16,21 +18,28 @@ namespace jaxserve::groups {
 namespace {
 
 constexpr int kTileBytes = 1024;          // of a full tile: 16 rows of 64 bytes
-constexpr int64_t kChunkBlocks = 4;       // blocks of weights unpacked at a time: 16 kB, a third of L1
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in L2 while panels pass
 // Between what one thread writes and another reads: prefetchers run on past the end, and would take the
 // lines behind it out of their writer's cache over and over (which made it three times slower).
 constexpr size_t kGap = 16384;
 
-// x as [tile][block][high, low][rows][32] bfloat16, the last tile filled up with zeros.
-struct Split {
-  int64_t rows, tiles, blocks;
-  int8_t* halves;
+// x as bfloat16 in tiles of `rows` rows; the last tile overlaps the one before where they do not divide
+// T. Where x comes as bfloat16, kHalves = 1 and this is x [T, D] itself. Where it comes as float32,
+// kHalves = 2 and this is a copy [tile][block][high, low][rows][32].
+template <int kHalves>
+struct Tiles {
+  const int8_t* at;
+  int64_t T, D, rows, tiles;
 
-  int64_t plane_bytes() const { return rows * kBlock * 2; }
-  int64_t tile_bytes() const { return blocks * 2 * plane_bytes(); }
-  int8_t* At(int64_t tile, int64_t block) const {
-    return halves + tile * tile_bytes() + block * 2 * plane_bytes();
+  static constexpr bool kCopy = kHalves == 2;
+  int64_t blocks() const { return D / kBlock; }
+  int64_t row_bytes() const { return kCopy ? 64 : D * 2; }
+  int64_t half_bytes() const { return rows * 64; }  // from high to low
+  int64_t block_bytes() const { return kCopy ? 2 * half_bytes() : 64; }
+  int64_t tile_bytes() const { return blocks() * block_bytes(); }
+  int64_t FirstRow(int64_t tile) const { return std::min(tile * rows, T - rows); }
+  const int8_t* At(int64_t tile, int64_t block) const {
+    return at + (kCopy ? tile * tile_bytes() : FirstRow(tile) * D * 2) + block * block_bytes();
   }
 };
 
@@ -46,19 +55,13 @@ JAXSERVE_AMX inline void SplitBlock(const float* x, int8_t* high, int8_t* low) {
 }
 
 // Blocks [begin, end) of a tile of x [T, D].
-JAXSERVE_AMX void SplitTile(const Weight& w, const float* x, const Split& to, int64_t tile,
-                            int64_t begin, int64_t end) {
+JAXSERVE_AMX void SplitTile(const float* x, const Tiles<2>& to, int64_t tile, int64_t begin,
+                            int64_t end) {
+  const float* first = x + to.FirstRow(tile) * to.D;
   for (int64_t block = begin; block < end; ++block) {
-    int8_t* high = to.At(tile, block);
-    int8_t* low = high + to.plane_bytes();
-    for (int64_t r = 0; r < to.rows; ++r, high += kBlock * 2, low += kBlock * 2) {
-      int64_t row = tile * to.rows + r;
-      if (row < w.T) {
-        SplitBlock(x + row * w.D + block * kBlock, high, low);
-      } else {
-        std::memset(high, 0, kBlock * 2);
-        std::memset(low, 0, kBlock * 2);
-      }
+    auto* high = const_cast<int8_t*>(to.At(tile, block));
+    for (int64_t r = 0; r < to.rows; ++r, high += 64) {
+      SplitBlock(first + r * to.D + block * kBlock, high, high + to.half_bytes());
     }
   }
 }
@@ -74,26 +77,31 @@ JAXSERVE_AMX inline void Prefetch(const uint8_t* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
 }
 
-// Two inputs' weights of 16 features as pairs: [16][2] bfloat16 high and low. High is rounded (half
-// away from zero) and low cut off, which is as good, as its sign is either.
-JAXSERVE_AMX inline void StorePair(__m512 even, __m512 odd, int8_t* high, int8_t* low) {
+// Two inputs' weights of 16 features as pairs [16][2] of bfloat16, then what that rounds off as pairs if
+// there is room for two halves. High is rounded (half away from zero) and low cut off, which is as good,
+// as its sign is either.
+template <int kHalves>
+JAXSERVE_AMX inline void StorePair(__m512 even, __m512 odd, int8_t* to) {
   const __m512i top = _mm512_set1_epi32(static_cast<int>(0xffff0000)), half = _mm512_set1_epi32(0x8000);
-  __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(even), half);
-  __m512i even_high = _mm512_and_si512(rounded, top);
-  __m512i odd_high = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(odd), half), top);
-  __m512i even_low = _mm512_castps_si512(_mm512_sub_ps(even, _mm512_castsi512_ps(even_high)));
-  __m512i odd_low = _mm512_castps_si512(_mm512_sub_ps(odd, _mm512_castsi512_ps(odd_high)));
-  _mm512_store_si512(high, _mm512_or_si512(_mm512_srli_epi32(even_high, 16), odd_high));
-  constexpr int kAOrBAndC = 0xf8;
-  _mm512_store_si512(
-      low, _mm512_ternarylogic_epi32(_mm512_srli_epi32(even_low, 16), odd_low, top, kAOrBAndC));
+  auto pairs = [&](__m512i first, __m512i second) JAXSERVE_AMX __attribute__((always_inline)) {
+    constexpr int kAOrBAndC = 0xf8;
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(first, 16), second, top, kAOrBAndC);
+  };
+  __m512i even_high = _mm512_add_epi32(_mm512_castps_si512(even), half);
+  __m512i odd_high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+  _mm512_store_si512(to, pairs(even_high, odd_high));
+  if constexpr (kHalves == 2) {
+    auto rest = [&](__m512 value, __m512i high) JAXSERVE_AMX __attribute__((always_inline)) {
+      return _mm512_castps_si512(_mm512_sub_ps(value, _mm512_castsi512_ps(_mm512_and_si512(high, top))));
+    };
+    _mm512_store_si512(to + kTileBytes, pairs(rest(even, even_high), rest(odd, odd_high)));
+  }
 }
 
-// One block of one panel: [16 pairs of inputs][16 features][2] bfloat16, high and low. The block that
-// comes `ahead` blocks later lies in memory: it is asked for meanwhile.
-template <int kBits, bool kOffset>
-JAXSERVE_AMX void UnpackBlock(const Weight& w, int64_t panel, int64_t block, int64_t ahead,
-                              int8_t* high, int8_t* low) {
+// One block of one panel: kHalves tiles [16 pairs of inputs][16 features][2]. The block that comes
+// `ahead` blocks later lies in memory: it is asked for meanwhile.
+template <int kHalves, int kBits, bool kOffset>
+JAXSERVE_AMX void UnpackBlock(const Weight& w, int64_t panel, int64_t block, int64_t ahead, int8_t* to) {
   alignas(64) static const float kIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   __m512 table = _mm512_sub_ps(_mm512_load_ps(kIndex), _mm512_set1_ps(static_cast<float>(w.zero)));
   const uint8_t* codes = w.CodesOf(panel) + block * kBits * 64;
@@ -109,8 +117,7 @@ JAXSERVE_AMX void UnpackBlock(const Weight& w, int64_t panel, int64_t block, int
     auto value = [&](__m512 code) JAXSERVE_AMX __attribute__((always_inline)) {
       return kOffset ? _mm512_fmadd_ps(code, ws, wo) : _mm512_mul_ps(code, ws);
     };
-    int at = (quad * 2 + k / 2) * 64;
-    StorePair(value(even), value(odd), high + at, low + at);
+    StorePair<kHalves>(value(even), value(odd), to + (quad * 2 + k / 2) * 64);
   };
   if constexpr (kBits == 4) {  // of the indices, permutexvar takes the lowest four bits
 #pragma GCC unroll 4
@@ -141,11 +148,11 @@ JAXSERVE_AMX void UnpackBlock(const Weight& w, int64_t panel, int64_t block, int
   }
 }
 
-using Unpack = void (*)(const Weight& w, int64_t panel, int64_t block, int64_t ahead, int8_t* high,
-                        int8_t* low);
+using Unpack = void (*)(const Weight& w, int64_t panel, int64_t block, int64_t ahead, int8_t* to);
+template <int kHalves>
 Unpack UnpackOf(const Weight& w) {
-  if (w.bits == 4) return w.offset ? UnpackBlock<4, true> : UnpackBlock<4, false>;
-  return w.offset ? UnpackBlock<8, true> : UnpackBlock<8, false>;
+  if (w.bits == 4) return w.offset ? UnpackBlock<kHalves, 4, true> : UnpackBlock<kHalves, 4, false>;
+  return w.offset ? UnpackBlock<kHalves, 8, true> : UnpackBlock<kHalves, 8, false>;
 }
 
 // ---- products -----------------------------------------------------------------------------------
@@ -175,47 +182,58 @@ struct Sums {
   int8_t* Of(int tile, int panel) const { return at + tile * tile_bytes + panel * panel_bytes; }
 };
 
-// Adds `blocks` blocks to the sums of kTiles tiles of rows times two panels, which start at zero if
-// `from` is null. weights: [block][panel][high, low] tiles.
+// The sums of kTiles tiles times two panels are in the tile unit's registers from Start to Store.
 template <int kTiles>
-JAXSERVE_AMX inline void MultiplyChunk(const int8_t* x0, const int8_t* x1, int64_t plane,
-                                       const int8_t* weights, int64_t blocks, const Sums* from,
-                                       const Sums& to) {
-  constexpr bool kTwo = kTiles == 2;
+JAXSERVE_AMX inline void Start(const Sums* from) {
   if (from == nullptr) {
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (kTwo) _tile_zero(2);
-    if constexpr (kTwo) _tile_zero(3);
-  } else {
-    _tile_loadd(0, from->Of(0, 0), from->row_bytes);
-    _tile_loadd(1, from->Of(0, 1), from->row_bytes);
-    if constexpr (kTwo) _tile_loadd(2, from->Of(1, 0), from->row_bytes);
-    if constexpr (kTwo) _tile_loadd(3, from->Of(1, 1), from->row_bytes);
+    if constexpr (kTiles == 2) _tile_zero(2);
+    if constexpr (kTiles == 2) _tile_zero(3);
+    return;
   }
-  for (int64_t b = 0; b < blocks; ++b, weights += 4 * kTileBytes, x0 += 2 * plane, x1 += 2 * plane) {
-    auto multiply = [&](int64_t half) JAXSERVE_AMX __attribute__((always_inline)) {
-      _tile_loadd(6, x0 + half, 64);
-      _tile_dpbf16ps(0, 6, 4);
-      _tile_dpbf16ps(1, 6, 5);
-      if constexpr (kTwo) {
-        _tile_loadd(7, x1 + half, 64);
-        _tile_dpbf16ps(2, 7, 4);
-        _tile_dpbf16ps(3, 7, 5);
-      }
-    };
-    _tile_loadd(4, weights, 64);
-    _tile_loadd(5, weights + 2 * kTileBytes, 64);
-    multiply(0);
-    multiply(plane);
-    _tile_loadd(4, weights + kTileBytes, 64);
-    _tile_loadd(5, weights + 3 * kTileBytes, 64);
-    multiply(0);
-  }
+  _tile_loadd(0, from->Of(0, 0), from->row_bytes);
+  _tile_loadd(1, from->Of(0, 1), from->row_bytes);
+  if constexpr (kTiles == 2) _tile_loadd(2, from->Of(1, 0), from->row_bytes);
+  if constexpr (kTiles == 2) _tile_loadd(3, from->Of(1, 1), from->row_bytes);
+}
+
+template <int kTiles>
+JAXSERVE_AMX inline void Store(const Sums& to) {
   _tile_stored(0, to.Of(0, 0), to.row_bytes);
   _tile_stored(1, to.Of(0, 1), to.row_bytes);
-  if constexpr (kTwo) _tile_stored(2, to.Of(1, 0), to.row_bytes);
-  if constexpr (kTwo) _tile_stored(3, to.Of(1, 1), to.row_bytes);
+  if constexpr (kTiles == 2) _tile_stored(2, to.Of(1, 0), to.row_bytes);
+  if constexpr (kTiles == 2) _tile_stored(3, to.Of(1, 1), to.row_bytes);
+}
+
+// Adds the products of `blocks` blocks of tiles x0 and x1 with weights [block][panel][kHalves] tiles.
+template <int kTiles, int kHalves>
+JAXSERVE_AMX inline void Multiply(const Tiles<kHalves>& x, const int8_t* x0, const int8_t* x1,
+                                  const int8_t* weights, int64_t blocks) {
+  const int64_t stride = x.row_bytes(), low = x.half_bytes(), step = x.block_bytes();
+  for (int64_t b = 0; b < blocks; ++b, weights += 2 * kHalves * kTileBytes, x0 += step, x1 += step) {
+    auto load_weights = [&](int half) JAXSERVE_AMX __attribute__((always_inline)) {
+      _tile_loadd(4, weights + half * kTileBytes, 64);
+      _tile_loadd(5, weights + (kHalves + half) * kTileBytes, 64);
+    };
+    auto load_x = [&](int64_t half) JAXSERVE_AMX __attribute__((always_inline)) {
+      _tile_loadd(6, x0 + half, stride);
+      if constexpr (kTiles == 2) _tile_loadd(7, x1 + half, stride);
+    };
+    auto multiply = [&]() JAXSERVE_AMX __attribute__((always_inline)) {
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_dpbf16ps(1, 6, 5);
+      if constexpr (kTiles == 2) _tile_dpbf16ps(2, 7, 4);
+      if constexpr (kTiles == 2) _tile_dpbf16ps(3, 7, 5);
+    };
+    load_weights(0);
+    if constexpr (kHalves == 2) load_x(low);
+    if constexpr (kHalves == 2) multiply();
+    load_x(0);
+    multiply();
+    if constexpr (kHalves == 2) load_weights(1);
+    if constexpr (kHalves == 2) multiply();
+  }
 }
 
 // Two panels computed side by side: neighbours of one weight (or its last one twice), or, gated, the
@@ -236,104 +254,144 @@ int64_t PairsOf(const Product& product) {
   return product.gated ? panels : CeilDiv(panels, 2);
 }
 
+JAXSERVE_AMX inline void StoreResult(const Product& product, int64_t row, int64_t panel,
+                                     const Lanes& value) {
+  if (!product.bfloat16) return StorePanel<4>(product.w, product.y, row, panel, &value);
+  auto rounded = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(value));
+  StorePanel<2>(product.w, product.y, row, panel, &rounded);
+}
+
 // One tile's sums of a pair to y.
-JAXSERVE_AMX void Finish(const Product& product, const Pair& pair, const Sums& sums, int64_t rows,
-                         int64_t row) {
+JAXSERVE_AMX void Finish(const Product& product, const Pair& pair, const Sums& sums, int tile,
+                         int64_t rows, int64_t first_row) {
   for (int64_t r = 0; r < rows; ++r) {
-    Lanes first = LoadLanes(reinterpret_cast<float*>(sums.Of(0, 0) + r * sums.row_bytes));
-    Lanes second = LoadLanes(reinterpret_cast<float*>(sums.Of(0, 1) + r * sums.row_bytes));
+    Lanes first = LoadLanes(reinterpret_cast<float*>(sums.Of(tile, 0) + r * sums.row_bytes));
+    Lanes second = LoadLanes(reinterpret_cast<float*>(sums.Of(tile, 1) + r * sums.row_bytes));
     if (product.gated) {
-      first = Gate(product.activation, first, second);
-      StoreRow(product.w, product.y, row + r, pair.panel[0], first);
+      StoreResult(product, first_row + r, pair.panel[0], Gate(product.activation, first, second));
     } else {
-      StoreRow(product.w, product.y, row + r, pair.panel[0], first);
-      StoreRow(product.w, product.y, row + r, pair.panel[1], second);
+      StoreResult(product, first_row + r, pair.panel[0], first);
+      StoreResult(product, first_row + r, pair.panel[1], second);
     }
   }
 }
 
-// Some pairs of a product for tiles [tile0, tile1), a chunk of their weights at a time. scratch:
-// ScratchBytes(tiles).
-JAXSERVE_AMX void MultiplyPairs(const Product& product, const Split& x, int64_t begin_pair,
-                                int64_t end_pair, int64_t tile0, int64_t tile1, int8_t* scratch) {
-  const int64_t T = product.w.T, F = product.w.F, rows = x.rows;
-  ConfigureTiles(rows);
-  for (int64_t i = begin_pair; i < end_pair; ++i) {
-    const Pair pair = PairOf(product, i);
-    const Unpack unpack[2] = {UnpackOf(*pair.w[0]), UnpackOf(*pair.w[1])};
-    for (int64_t begin = 0; begin < x.blocks; begin += kChunkBlocks) {
-      const int64_t count = std::min(kChunkBlocks, x.blocks - begin);
-      for (int64_t b = 0; b < count; ++b) {
-        // The next chunk's, or the next pair's: its neighbour's panel lies between, or none.
-        const bool here = begin + b + kChunkBlocks < x.blocks;
-        const int64_t ahead = kChunkBlocks + (here || product.gated ? 0 : x.blocks);
-        int8_t* to = scratch + b * 4 * kTileBytes;
-        unpack[0](*pair.w[0], pair.panel[0], begin + b, ahead, to, to + kTileBytes);
-        to += 2 * kTileBytes;
-        unpack[1](*pair.w[1], pair.panel[1], begin + b, ahead, to, to + kTileBytes);
-      }
-      for (int64_t t = tile0; t < tile1; t += 2) {
-        const bool two = t + 1 < tile1, last = begin + count == x.blocks;
-        const bool whole = !product.gated && (t + (two ? 2 : 1)) * rows <= T &&
-                           (pair.panel[0] + 2) * kPanel <= F;
-        int8_t* partial = scratch + (kChunkBlocks * 4 + (t - tile0) * 2) * kTileBytes;
-        const Sums sums{partial, 64, kTileBytes, 2 * kTileBytes};
-        float* y = product.y + t * rows * F + pair.panel[0] * kPanel;
-        const Sums out{reinterpret_cast<int8_t*>(y), F * 4, 64, rows * F * 4};
-        const Sums* from = begin == 0 ? nullptr : &sums;
-        const Sums& to = last && whole ? out : sums;
-        const int8_t* x0 = x.At(t, begin);
-        if (two) {
-          MultiplyChunk<2>(x0, x.At(t + 1, begin), x.plane_bytes(), scratch, count, from, to);
-        } else {
-          MultiplyChunk<1>(x0, x0, x.plane_bytes(), scratch, count, from, to);
-        }
-        if (!last || whole) continue;
-        Finish(product, pair, sums, rows, t * rows);
-        const Sums of_second{sums.Of(1, 0), sums.row_bytes, sums.panel_bytes, 0};
-        if (two) Finish(product, pair, of_second, rows, (t + 1) * rows);
-      }
+// Some pairs of a product for tiles [tile0, tile1) of x.
+template <int kHalves>
+struct Task {
+  static constexpr int64_t kChunk = 8 / kHalves;  // blocks of weights unpacked at a time: a third of L1
+  static constexpr int64_t kChunkBytes = kChunk * 2 * kHalves * kTileBytes;
+  const Product& product;
+  const Tiles<kHalves>& x;
+  int64_t begin_pair, end_pair, tile0, tile1;
+  int8_t* scratch;
+
+  static size_t ScratchBytes(int64_t tiles) { return kChunkBytes + 2 * tiles * kTileBytes; }
+
+  // Blocks [begin, begin + count) of a pair's weights.
+  JAXSERVE_AMX void UnpackChunk(const Pair& pair, int64_t begin, int64_t count) const {
+    for (int64_t i = 0; i < 2 * count; ++i) {
+      const int64_t block = begin + i / 2;
+      const Weight& w = *pair.w[i % 2];
+      // The next chunk's, or the next pair's: of neighbours the other one's panel lies between.
+      const bool here = product.gated || block + kChunk < x.blocks();
+      UnpackOf<kHalves>(w)(w, pair.panel[i % 2], block, kChunk + (here ? 0 : x.blocks()),
+                           scratch + i * kHalves * kTileBytes);
     }
   }
-  _tile_release();
-}
 
-size_t ScratchBytes(int64_t tiles) { return (kChunkBlocks * 4 + tiles * 2) * kTileBytes; }
+  // One chunk for kTiles tiles from `tile` on. If these are all tiles, their sums stay in registers from
+  // one chunk to the next.
+  template <int kTiles>
+  JAXSERVE_AMX void MultiplyChunk(const Pair& pair, int64_t begin, int64_t count, int64_t tile) const {
+    const bool stay = tile1 - tile0 <= 2, last = begin + count == x.blocks();
+    const Sums sums{scratch + kChunkBytes + (tile - tile0) * 2 * kTileBytes, 64, kTileBytes, 2 * kTileBytes};
+    if (begin == 0 || !stay) Start<kTiles>(begin == 0 ? nullptr : &sums);
+    Multiply<kTiles>(x, x.At(tile, begin), x.At(tile + kTiles - 1, begin), scratch, count);
+    if (!last) {
+      if (!stay) Store<kTiles>(sums);
+      return;
+    }
+    const int64_t F = product.w.F, row = x.FirstRow(tile), column = pair.panel[0] * kPanel;
+    if (!product.gated && !product.bfloat16 && column + 2 * kPanel <= F) {
+      auto* y = reinterpret_cast<int8_t*>(product.y + row * F + column);
+      return Store<kTiles>({y, F * 4, kPanel * 4, (x.FirstRow(tile + kTiles - 1) - row) * F * 4});
+    }
+    Store<kTiles>(sums);
+    for (int t = 0; t < kTiles; ++t) Finish(product, pair, sums, t, x.rows, x.FirstRow(tile + t));
+  }
+
+  JAXSERVE_AMX void Run() const {
+    ConfigureTiles(x.rows);
+    for (int64_t i = begin_pair; i < end_pair; ++i) {
+      const Pair pair = PairOf(product, i);
+      for (int64_t begin = 0; begin < x.blocks(); begin += kChunk) {
+        const int64_t count = std::min(kChunk, x.blocks() - begin);
+        UnpackChunk(pair, begin, count);
+        int64_t tile = tile0;
+        for (; tile + 2 <= tile1; tile += 2) MultiplyChunk<2>(pair, begin, count, tile);
+        if (tile < tile1) MultiplyChunk<1>(pair, begin, count, tile);
+      }
+    }
+    _tile_release();
+  }
+};
+
+// The products of one x.
+template <int kHalves>
+struct Job {
+  Tiles<kHalves> x;
+  int64_t task_tiles;
+  size_t thread_bytes;
+
+  Job(const Weight& w, const int8_t* at) {
+    int64_t tiles = CeilDiv(w.T, 16);
+    x = {at, w.T, w.D, CeilDiv(w.T, tiles), tiles};  // tiles of about the same height
+    task_tiles = kReuseBytes / (x.rows * w.D * 2 * kHalves) / 2 * 2;  // they go in twos
+    task_tiles = std::max<int64_t>(2, std::min(task_tiles, tiles));
+    thread_bytes = Task<kHalves>::ScratchBytes(task_tiles) + kGap;
+  }
+
+  // A task: the same number of pairs of any one product, for some tiles.
+  void Run(const Team& team, const Product* products, int64_t count, int8_t* scratch) const {
+    int64_t pairs = 0, across = 0;
+    for (int64_t i = 0; i < count; ++i) pairs += PairsOf(products[i]);
+    int64_t task_pairs = std::max<int64_t>(1, pairs / (4 * NumThreads()));
+    for (int64_t i = 0; i < count; ++i) across += CeilDiv(PairsOf(products[i]), task_pairs);
+    team.ForEach(across * CeilDiv(x.tiles, task_tiles), [&](int64_t task, int thread) {
+      int64_t tile = task / across * task_tiles, index = task % across;
+      const Product* product = products;
+      while (index >= CeilDiv(PairsOf(*product), task_pairs)) {
+        index -= CeilDiv(PairsOf(*product++), task_pairs);
+      }
+      int64_t begin = index * task_pairs, end = std::min(begin + task_pairs, PairsOf(*product));
+      Task<kHalves>{*product, x, begin, end, tile, std::min(tile + task_tiles, x.tiles),
+                    scratch + thread * thread_bytes}.Run();
+    });
+  }
+};
 
 }  // namespace
 
 void MultiplyTiles(const Product* products, int64_t count, const float* x) {
   Team team;
-  const Weight& w = products[0].w;
-  int64_t tiles = CeilDiv(w.T, 16), rows = CeilDiv(w.T, tiles);  // tiles of about the same height
-  Split split{rows, tiles, w.blocks(), nullptr};
-  size_t split_bytes = tiles * split.tile_bytes() + kGap;
-  int64_t task_tiles = kReuseBytes / (rows * w.D * 4) / 2 * 2;  // they go in twos
-  task_tiles = std::max<int64_t>(2, std::min(task_tiles, tiles));
-  size_t thread_bytes = ScratchBytes(task_tiles) + kGap;
-  int8_t* memory = team.Scratch<int8_t>(split_bytes + thread_bytes * NumThreads());
-  split.halves = memory;
-  int64_t cuts = tiles < NumThreads() ? NumThreads() : 1;
-  team.ForEach(tiles * cuts, [&](int64_t task, int) {
+  Job<2> job(products[0].w, nullptr);
+  Tiles<2>& copy = job.x;
+  size_t copy_bytes = copy.tiles * copy.tile_bytes() + kGap;
+  int8_t* memory = team.Scratch<int8_t>(copy_bytes + job.thread_bytes * NumThreads());
+  copy.at = memory;
+  int64_t cuts = copy.tiles < NumThreads() ? NumThreads() : 1;
+  team.ForEach(copy.tiles * cuts, [&](int64_t task, int) {
     int64_t cut = task % cuts;
-    SplitTile(w, x, split, task / cuts, w.blocks() * cut / cuts, w.blocks() * (cut + 1) / cuts);
+    SplitTile(x, copy, task / cuts, copy.blocks() * cut / cuts, copy.blocks() * (cut + 1) / cuts);
   });
+  job.Run(team, products, count, memory + copy_bytes);
+}
 
-  // A task: the same number of pairs of any one product, for some tiles.
-  int64_t pairs = 0, across = 0;
-  for (int64_t i = 0; i < count; ++i) pairs += PairsOf(products[i]);
-  int64_t task_pairs = std::max<int64_t>(1, pairs / (4 * NumThreads()));
-  for (int64_t i = 0; i < count; ++i) across += CeilDiv(PairsOf(products[i]), task_pairs);
-  team.ForEach(across * CeilDiv(tiles, task_tiles), [&](int64_t task, int thread) {
-    int64_t tile = task / across * task_tiles, index = task % across;
-    const Product* product = products;
-    while (index >= CeilDiv(PairsOf(*product), task_pairs)) {
-      index -= CeilDiv(PairsOf(*product++), task_pairs);
-    }
-    int64_t begin = index * task_pairs, end = std::min(begin + task_pairs, PairsOf(*product));
-    MultiplyPairs(*product, split, begin, end, tile, std::min(tile + task_tiles, tiles),
-                  memory + split_bytes + thread * thread_bytes);
-  });
+void MultiplyBfloat16Tiles(const Product* products, int64_t count, const void* x) {
+  Team team;
+  Job<1> job(products[0].w, static_cast<const int8_t*>(x));
+  job.Run(team, products, count, team.Scratch<int8_t>(job.thread_bytes * NumThreads()));
 }
 
 }  // namespace jaxserve::groups
