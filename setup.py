@@ -36,6 +36,7 @@ NATIVE_SOURCES = [
     "pallas_kernels/linear/cpu_groups_amx.cc",
     "pallas_kernels/linear/cpu_groups_avx512.cc",
     "pallas_kernels/ragged_paged_attention/cpu.cc",
+    "pallas_kernels/rotary/cpu.cc",
 ]
 
 

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import Backend, LayerSpec, ModelConfig
-from jaxserve.models.rope import Rope, cos_sin, rotate
+from jaxserve.models.rope import Rope, cos_sin
 from jaxserve.models.spec import ParamSpec
 from jaxserve.pallas_kernels.linear import api as linear_op
+from jaxserve.pallas_kernels.rotary import api as rotary_op
 
 __all__ = ["Backend", "Layer", "decoder_forward", "decoder_logits", "decoder_specs", "run_layers"]
 
@@ -215,7 +216,8 @@ def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Arra
     k_TJE = _heads(layer, k_TF, "k", config.num_kv_heads)
     v_TJE = _heads(layer, v_TF, "v", config.num_kv_heads)
     if layer.spec.rope is not None:
-        q_THE, k_TJE = rotate(q_THE, layer.cos_sin), rotate(k_TJE, layer.cos_sin)
+        backend = config.backend.linear
+        q_THE, k_TJE = rotary_op.rotate(q_THE, k_TJE, layer.cos_sin, backend=backend)
     out_THE, kv_pages = attend(
         q_THE,
         k_TJE,

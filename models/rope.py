@@ -165,13 +165,3 @@ def cos_sin(rope: Rope, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
     inv_freq = jnp.asarray(np.float32(rope.inv_freq))
     phase = positions_T.astype(jnp.float32)[:, None] * inv_freq[None, :]
     return jnp.cos(phase) * rope.scale, jnp.sin(phase) * rope.scale
-
-
-def rotate(x_THE: jax.Array, cos_sin_TR: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the first 2 R elements of each head, pairs split in halves; the rest passes through."""
-    cos, sin = (table[:, None, :] for table in cos_sin_TR)
-    pairs = cos.shape[-1]
-    x = x_THE.astype(jnp.float32)
-    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x_THE.dtype)

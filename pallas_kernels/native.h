@@ -26,6 +26,7 @@ namespace jaxserve {
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t HalfBits __attribute__((vector_size(32)));
 
 // Instruction sets, each containing those before it.
 enum class Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };

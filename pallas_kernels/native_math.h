@@ -15,6 +15,28 @@ JAXSERVE_INLINE Lanes LoadLanes(const float* at) {
 }
 JAXSERVE_INLINE void StoreLanes(float* at, const Lanes& v) { std::memcpy(at, &v, sizeof(v)); }
 
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// 16 stored numbers as floats, and back.
+JAXSERVE_INLINE Lanes Widen(const float* at) { return LoadLanes(at); }
+JAXSERVE_INLINE Lanes Widen(const BFloat16* at) {
+  HalfBits half;
+  std::memcpy(&half, at, sizeof(half));
+  return reinterpret_cast<Lanes>(__builtin_convertvector(half, Bits) << 16);
+}
+JAXSERVE_INLINE void Narrow(const Lanes& v, float* to) { StoreLanes(to, v); }
+// Rounds to the nearest, of two as near to the even one; a NaN stays one.
+JAXSERVE_INLINE void Narrow(const Lanes& v, BFloat16* to) {
+  Bits bits = reinterpret_cast<Bits>(v);
+  IntLanes nan = (0x7f800000 - reinterpret_cast<IntLanes>(bits & 0x7fffffff)) >> 31;
+  Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+  Bits chosen = (quiet & reinterpret_cast<Bits>(nan)) | (rounded & ~reinterpret_cast<Bits>(nan));
+  auto half = __builtin_convertvector(chosen, HalfBits);
+  std::memcpy(to, &half, sizeof(half));
+}
+
 JAXSERVE_INLINE Lanes Fill(float value) { return Lanes{} + value; }
 
 // Comparisons of vectors wider than the build's baseline compile to one branch a lane, so choices are

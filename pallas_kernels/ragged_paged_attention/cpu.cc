@@ -30,9 +30,6 @@ constexpr int kTileVectors = 48;  // query vectors of a tile, about
 constexpr float kNone = -1e30f;   // the maximum over no keys: below any score, and finite
 constexpr int64_t kTaskBytes = 64 << 10;  // copying less than this is not worth handing out
 
-struct BFloat16 {
-  uint16_t bits;
-};
 struct Float8 {  // e4m3fn
   uint8_t bits;
 };
@@ -157,12 +154,7 @@ struct Float8Table {
 const Float8Table kFloat8;
 
 // 16 stored numbers as floats, before any scale.
-JAXSERVE_INLINE Lanes Widen(const float* at) { return LoadLanes(at); }
-JAXSERVE_INLINE Lanes Widen(const BFloat16* at) {
-  uint16_t half __attribute__((vector_size(32)));
-  std::memcpy(&half, at, sizeof(half));
-  return reinterpret_cast<Lanes>(__builtin_convertvector(half, Bits) << 16);
-}
+using jaxserve::Widen;
 JAXSERVE_INLINE Lanes Widen(const int16_t* at) {
   int16_t code __attribute__((vector_size(32)));
   std::memcpy(&code, at, sizeof(code));

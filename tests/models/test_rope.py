@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.rope import Rope, cos_sin, make_rope, rotate
+from jaxserve.models.rope import Rope, cos_sin, make_rope
 
 
 def rope(head_dim=64, max_positions=4096, **parameters):
@@ -107,20 +107,6 @@ def test_phases_hold_far_out_in_a_bfloat16_model(position):
         cast = np.float64(table[0].astype(jnp.bfloat16))
         assert np.abs(cast - exact).max() < 5e-3
         assert np.abs(np.float64(table[0]) - exact).max() < 4e-3
-
-
-def test_rotation_by_a_bfloat16_head_uses_float32_tables():
-    x = np.random.default_rng(0).standard_normal((1, 2, 64))
-    tables = cos_sin(rope(), jnp.array([8000], jnp.int32))
-    got = rotate(jnp.asarray(x, jnp.bfloat16), tables)
-    assert got.dtype == jnp.bfloat16
-    rounded = np.float64(jnp.asarray(x, jnp.bfloat16))
-    phase = 8000 * plain(10000.0, 64)
-    a, b = rounded[..., :32], rounded[..., 32:]
-    want = np.concatenate(
-        [a * np.cos(phase) - b * np.sin(phase), b * np.cos(phase) + a * np.sin(phase)], -1
-    )
-    np.testing.assert_allclose(np.float64(got), want, atol=2e-2)
 
 
 @pytest.mark.parametrize(
