@@ -35,5 +35,20 @@ def read_config(keys: ConfigKeys) -> ModelConfig:
 
 
 param_specs = layers.pre_norm_param_specs
-forward = layers.pre_norm_forward
+
+
+def block(layer: layers.Layer, hidden_TD, kv_pages, attend):
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x))."""
+    scale = layer.config.residual_scale
+    out_TD, kv_pages = layers.attention(layer, layer.norm(hidden_TD, "attn_norm"), kv_pages, attend)
+    hidden_TD = hidden_TD + out_TD * scale
+    out_TD = layers.gated_mlp(layer, layer.norm(hidden_TD, "mlp_norm"))
+    return hidden_TD + out_TD * scale, kv_pages
+
+
+def forward(params, config, token_ids_T, positions_T, kv_pages, attend):
+    """layers.decoder_forward with granite's blocks."""
+    return layers.decoder_forward(params, config, token_ids_T, positions_T, kv_pages, attend, block)
+
+
 logits = layers.decoder_logits

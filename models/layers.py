@@ -158,10 +158,10 @@ class Layer:
             return value
         return jax.lax.dynamic_index_in_dim(value, self.index, keepdims=False)
 
-    def linear(self, x_TD: jax.Array, name: str) -> jax.Array:
-        """x_TD @ weight^T + bias, the bias where there is one."""
-        (y_TF,) = self.linears(x_TD, name)
-        return y_TF
+    def linear(self, x_TD: jax.Array, name: str, plus=None) -> jax.Array:
+        """plus + x_TD @ weight^T + bias, the bias where there is one. plus: [T, F] or None."""
+        y_TF = linear_op.linear(x_TD, self.params[name], plus=plus, **self._where)
+        return self._add_bias(y_TF, name)
 
     def linears(self, x_TD: jax.Array, *names: str) -> list[jax.Array]:
         """`linear` of one input with several weights."""
@@ -208,8 +208,8 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Array, Any]:
-    """Grouped-query attention over the paged cache -> (output [T, D], kv_pages)."""
+def attention(layer: Layer, x_TD, kv_pages, attend, plus=None) -> tuple[jax.Array, Any]:
+    """Grouped-query attention over the paged cache -> (plus + output [T, D], kv_pages)."""
     config = layer.config
     q_TF, k_TF, v_TF = layer.linears(x_TD, "q", "k", "v")
     q_THE = _heads(layer, q_TF, "q", config.num_heads)
@@ -228,8 +228,7 @@ def attention(layer: Layer, x_TD: jax.Array, kv_pages, attend) -> tuple[jax.Arra
         window=layer.spec.window,
         soft_cap=config.attention_soft_cap,
     )
-    out_TD = layer.linear(out_THE.reshape(x_TD.shape[0], -1), "o")
-    return out_TD, kv_pages
+    return layer.linear(out_THE.reshape(x_TD.shape[0], -1), "o", plus), kv_pages
 
 
 def _heads(layer: Layer, y_TF: jax.Array, name: str, count: int) -> jax.Array:
@@ -244,17 +243,16 @@ def _heads(layer: Layer, y_TF: jax.Array, name: str, count: int) -> jax.Array:
     return layer.norm(heads(y_TF), norm)
 
 
-def gated_mlp(layer: Layer, x_TD: jax.Array) -> jax.Array:
-    return layer.linear(layer.gated(x_TD), "down")
+def gated_mlp(layer: Layer, x_TD: jax.Array, plus=None) -> jax.Array:
+    """plus + MLP of x_TD, [T, D]."""
+    return layer.linear(layer.gated(x_TD), "down", plus)
 
 
 def pre_norm_block(layer: Layer, hidden_TD: jax.Array, kv_pages, attend):
-    """x + attention(norm(x)), then x + mlp(norm(x)), residuals scaled where the family scales."""
-    scale = layer.config.residual_scale
-    add = lambda x, y: x + (y if scale == 1.0 else y * scale)
-    out_TD, kv_pages = attention(layer, layer.norm(hidden_TD, "attn_norm"), kv_pages, attend)
-    hidden_TD = add(hidden_TD, out_TD)
-    return add(hidden_TD, gated_mlp(layer, layer.norm(hidden_TD, "mlp_norm"))), kv_pages
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    normed_TD = layer.norm(hidden_TD, "attn_norm")
+    hidden_TD, kv_pages = attention(layer, normed_TD, kv_pages, attend, plus=hidden_TD)
+    return gated_mlp(layer, layer.norm(hidden_TD, "mlp_norm"), plus=hidden_TD), kv_pages
 
 
 def decoder_forward(params, config, token_ids_T, positions_T, kv_pages, attend, block):

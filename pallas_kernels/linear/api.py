@@ -112,25 +112,36 @@ def gather_rows(weight, ids_T):
     return weights.pick_rows(weight, ids_T)
 
 
-def linear(x_TD, weight, *, dtype=None, layer=None, backend: str):
-    """y_TF = x_TD @ weight^T in `dtype`, or x's; weight: as `prepare` returns it, or a plain array.
+def linear(x_TD, weight, *, plus=None, dtype=None, layer=None, backend: str):
+    """y_TF = plus + x_TD @ weight^T in `dtype`, or x's; weight: as `prepare` returns it, or a plain
+    array, which runs in XLA on any backend.
 
-    `layer` picks from a weight with a leading layer axis. Plain arrays run in XLA on any backend.
+    plus: [T, F] in that dtype, or None: a residual, which native code adds while y is in registers.
+    `layer` picks from a weight with a leading layer axis.
     """
-    (y_TF,) = linears(x_TD, (weight,), dtype=dtype, layer=layer, backend=backend)
-    return y_TF
+    _check(x_TD, weight, layer)
+    if _is_native(backend, weight):
+        return cpu.linear(x_TD, weight, plus=plus, dtype=dtype, layer=layer)
+    y_TF = reference.linear(x_TD, weight, layer=layer).astype(dtype or x_TD.dtype)
+    return y_TF if plus is None else plus + y_TF
 
 
-def linears(x_TD, weights, *, dtype=None, layer=None, backend: str) -> tuple:
+def linears(x_TD, weights, *, layer=None, backend: str) -> tuple:
     """`linear` of one x with several weights: native code makes x ready for it once."""
-    for weight in weights:
-        assert (len(weight.shape) == 3) == (layer is not None), (weight.shape, layer)
-        assert x_TD.shape[-1] == weight.shape[-1], (x_TD.shape, weight.shape)
-    if backend == "cpu" and not any(isinstance(w, jax.Array | np.ndarray) for w in weights):
-        return cpu.linears(x_TD, tuple(weights), dtype=dtype, layer=layer)
-    if len(weights) > 1:
-        return tuple(linear(x_TD, w, dtype=dtype, layer=layer, backend=backend) for w in weights)
-    return (reference.linear(x_TD, weights[0], layer=layer).astype(dtype or x_TD.dtype),)
+    if all(_is_native(backend, weight) for weight in weights):
+        for weight in weights:
+            _check(x_TD, weight, layer)
+        return cpu.linears(x_TD, tuple(weights), layer=layer)
+    return tuple(linear(x_TD, weight, layer=layer, backend=backend) for weight in weights)
+
+
+def _check(x_TD, weight, layer) -> None:
+    assert (len(weight.shape) == 3) == (layer is not None), (weight.shape, layer)
+    assert x_TD.shape[-1] == weight.shape[-1], (x_TD.shape, weight.shape)
+
+
+def _is_native(backend: str, weight) -> bool:
+    return backend == "cpu" and not isinstance(weight, jax.Array | np.ndarray)
 
 
 def gated(x_TD, gate, up, activation: str, *, layer=None, backend: str):

@@ -16,35 +16,43 @@ def available() -> bool:
 ACTIVATIONS = ("silu", "gelu_tanh")  # that `gated` computes
 
 
-def linears(x_TD, weights, *, dtype=None, layer=None, isa: str | None = None) -> tuple:
-    """y_TF for each of the weights in panels; see api.linears. isa: a name of native.ISAS, for
-    tests; None takes the best."""
+def linear(x_TD, weight, *, plus=None, dtype=None, layer=None, isa: str | None = None):
+    """y_TF of a weight in panels; see api.linear. isa: a name of native.ISAS, for tests; None takes
+    the best."""
     dtype = dtype or x_TD.dtype
+    if isinstance(weight, QuantizedWeight):
+        features = [weight.out_features]
+        (y_TF,) = _groups(x_TD, (weight,), features, dtype, layer, isa, plus=plus)
+        return y_TF
+    y_TF = _floats(x_TD, weight, layer, isa).astype(dtype)
+    return y_TF if plus is None else plus + y_TF
+
+
+def linears(x_TD, weights, *, layer=None, isa: str | None = None) -> tuple:
+    """`linear` of one x with several weights, together where they are quantised."""
     if all(isinstance(weight, QuantizedWeight) for weight in weights):
-        return _groups(x_TD, weights, [w.out_features for w in weights], dtype, layer, isa)
-    return tuple(_one(x_TD, weight, dtype, layer, isa) for weight in weights)
+        features = [weight.out_features for weight in weights]
+        return _groups(x_TD, weights, features, x_TD.dtype, layer, isa)
+    return tuple(linear(x_TD, weight, layer=layer, isa=isa) for weight in weights)
 
 
 def gated(x_TD, gate: QuantizedWeight, up: QuantizedWeight, activation: str, *, layer, isa=None):
     """activation(x gate^T) * (x up^T) in x's dtype, in one call that writes neither factor."""
     features = [gate.out_features]
-    (y_TF,) = _groups(x_TD, (gate, up), features, x_TD.dtype, layer, isa, activation)
+    (y_TF,) = _groups(x_TD, (gate, up), features, x_TD.dtype, layer, isa, activation=activation)
     return y_TF
 
 
-def _one(x_TD, weight, dtype, layer, isa):
-    if isinstance(weight, QuantizedWeight):
-        (y_TF,) = _groups(x_TD, (weight,), [weight.out_features], dtype, layer, isa)
-        return y_TF
+def _floats(x_TD, weight, layer, isa):
     assert native.available(), native.describe()
     result = jax.ShapeDtypeStruct((x_TD.shape[0], weight.out_features), jnp.float32)
     call = jax.ffi.ffi_call("jaxserve_linear_floats", result)
-    isa = np.int64(native.isa_code(isa))
     panels = _with_layers(weight, layer).panels
-    return call(x_TD.astype(jnp.float32), panels, _index(layer), isa=isa).astype(dtype)
+    isa = np.int64(native.isa_code(isa))
+    return call(x_TD.astype(jnp.float32), panels, _index(layer), isa=isa)
 
 
-def _groups(x_TD, weights, features, dtype, layer, isa, activation=None) -> tuple:
+def _groups(x_TD, weights, features, dtype, layer, isa, *, activation=None, plus=None) -> tuple:
     assert native.available(), native.describe()
     in_tiles = x_TD.dtype == jnp.bfloat16 and (isa or native.isas()[-1]) == "amx"
     computed = dtype if in_tiles else jnp.float32
@@ -62,6 +70,7 @@ def _groups(x_TD, weights, features, dtype, layer, isa, activation=None) -> tupl
         x_TD if in_tiles else x_TD.astype(jnp.float32),
         _index(layer),
         *operands,
+        jnp.zeros((0,), computed) if plus is None else plus.astype(computed),
         forms=np.array(forms, np.int64),
         activation=np.int64(-1 if activation is None else ACTIVATIONS.index(activation)),
         isa=np.int64(native.isa_code(isa)),

@@ -368,7 +368,8 @@ Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
   return w;
 }
 
-// args: x [T, D], layer [], then codes, scale and offset of each weight. forms: bits, group and zero of
+// args: x [T, D], layer [], then codes, scale and offset of each weight, then, of one weight, what is
+// added to the result, or an empty array. forms: bits, group and zero of
 // each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, for
 // AMX, bfloat16; then results may be either.
 ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
@@ -399,6 +400,8 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
       return true;
     };
     bool found = read(i, &product.w);
+    ffi::AnyBuffer plus = buffer(args.size() - 1);
+    if (plus.element_count() > 0) product.w.plus = plus.untyped_data();
     if (gated) found = found && read(i + 1, &product.up);
     else product.up = product.w;
     if (!found) return ffi::Error::InvalidArgument("linear: no such layer");

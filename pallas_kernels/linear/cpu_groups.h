@@ -36,7 +36,7 @@ constexpr int kBlock = 32;   // inputs that share an activation scale
 constexpr int kMaxRows = 16;  // rows of a tile
 constexpr int kBytes = 4;     // of a rounded activation
 
-// One layer's weight. codes: [F / 16][D / 4][16][4] int8, or [F / 16][D / 8][16][4] uint8 holding two
+// One layer's weight, and what joins its product. codes: [F / 16][D / 4][16][4] int8, or [F / 16][D / 8][16][4] uint8 holding two
 // codes a byte: of a block's eight quads of inputs, bytes of quad i < 4 hold quad i low, i + 4 high.
 // scale, offset: [F / 16][D / group][16].
 struct Weight {
@@ -48,6 +48,7 @@ struct Weight {
   int zero;        // of the 4-bit codes
   int parts;       // groups a block: 1 or 2
   bool half;       // scale and offset are float16, else float32
+  const void* plus;  // [T, F] as y, which is added to y, or null
 
   int64_t blocks() const { return D / kBlock; }
   int64_t block_bytes() const { return kBlock * kPanel * bits / 8; }
@@ -129,22 +130,22 @@ JAXSERVE_INLINE Lanes Gate(Activation activation, const Lanes& gate, const Lanes
   return gate / (1.0f + Exp(-Max(x, Fill(-87.0f)))) * up;
 }
 
-// Copies one panel of one row to y [T, F], cut at F. value: 16 elements of kBytes.
-template <int kBytes>
-JAXSERVE_INLINE void StorePanel(const Weight& w, void* y, int64_t row, int64_t panel, const void* value) {
-  int64_t at = panel * kPanel;
-  char* to = static_cast<char*>(y) + (row * w.F + at) * kBytes;
-  if (at + kPanel <= w.F) {
-    std::memcpy(to, value, kPanel * kBytes);  // of a size known here: one store
-  } else {
-    std::memcpy(to, value, (w.F - at) * kBytes);
+// Stores one panel of one row of y [T, F], cut at both, with what is to be added. Number: float or
+// BFloat16.
+template <typename Number>
+JAXSERVE_INLINE void StoreRow(const Weight& w, Number* y, int64_t row, int64_t panel, Lanes value) {
+  if (row >= w.T) return;
+  const int64_t at = row * w.F + panel * kPanel, n = w.F - panel * kPanel;
+  const auto* plus = static_cast<const Number*>(w.plus);
+  if (n >= kPanel) {
+    if (plus != nullptr) value = Widen(plus + at) + value;
+    return Narrow(value, y + at);
   }
-}
-
-// The same of floats, cut at T too.
-JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel,
-                              const Lanes& value) {
-  if (row < w.T) StorePanel<sizeof(float)>(w, y, row, panel, &value);
+  Number part[kPanel] = {};
+  if (plus != nullptr) std::memcpy(part, plus + at, n * sizeof(Number));
+  if (plus != nullptr) value = Widen(part) + value;
+  Narrow(value, part);
+  std::memcpy(y + at, part, n * sizeof(Number));
 }
 
 }  // namespace jaxserve::groups

@@ -256,9 +256,8 @@ int64_t PairsOf(const Product& product) {
 
 JAXSERVE_AMX inline void StoreResult(const Product& product, int64_t row, int64_t panel,
                                      const Lanes& value) {
-  if (!product.bfloat16) return StorePanel<4>(product.w, product.y, row, panel, &value);
-  auto rounded = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(value));
-  StorePanel<2>(product.w, product.y, row, panel, &rounded);
+  if (!product.bfloat16) return StoreRow(product.w, product.y, row, panel, value);
+  StoreRow(product.w, reinterpret_cast<BFloat16*>(product.y), row, panel, value);
 }
 
 // One tile's sums of a pair to y.
@@ -306,18 +305,23 @@ struct Task {
   JAXSERVE_AMX void MultiplyChunk(const Pair& pair, int64_t begin, int64_t count, int64_t tile) const {
     const bool stay = tile1 - tile0 <= 2, last = begin + count == x.blocks();
     const Sums sums{scratch + kChunkBytes + (tile - tile0) * 2 * kTileBytes, 64, kTileBytes, 2 * kTileBytes};
-    if (begin == 0 || !stay) Start<kTiles>(begin == 0 ? nullptr : &sums);
-    Multiply<kTiles>(x, x.At(tile, begin), x.At(tile + kTiles - 1, begin), scratch, count);
-    if (!last) {
-      if (!stay) Store<kTiles>(sums);
-      return;
-    }
+    // Whole panels of floats come from `plus` and go to y as they are.
     const int64_t F = product.w.F, row = x.FirstRow(tile), column = pair.panel[0] * kPanel;
-    if (!product.gated && !product.bfloat16 && column + 2 * kPanel <= F) {
-      auto* y = reinterpret_cast<int8_t*>(product.y + row * F + column);
-      return Store<kTiles>({y, F * 4, kPanel * 4, (x.FirstRow(tile + kTiles - 1) - row) * F * 4});
+    const bool direct = !product.gated && !product.bfloat16 && column + 2 * kPanel <= F;
+    auto in_place = [&](const void* matrix) {
+      auto* at = static_cast<int8_t*>(const_cast<void*>(matrix)) + (row * F + column) * 4;
+      return Sums{at, F * 4, kPanel * 4, (x.FirstRow(tile + kTiles - 1) - row) * F * 4};
+    };
+    if (begin == 0) {
+      const Sums plus = in_place(product.w.plus);
+      Start<kTiles>(direct && product.w.plus != nullptr ? &plus : nullptr);
+    } else if (!stay) {
+      Start<kTiles>(&sums);
     }
-    Store<kTiles>(sums);
+    Multiply<kTiles>(x, x.At(tile, begin), x.At(tile + kTiles - 1, begin), scratch, count);
+    if (last && direct) return Store<kTiles>(in_place(product.y));
+    if (last || !stay) Store<kTiles>(sums);
+    if (!last) return;
     for (int t = 0; t < kTiles; ++t) Finish(product, pair, sums, t, x.rows, x.FirstRow(tile + t));
   }
 

@@ -33,9 +33,10 @@ class IdTokenizer:
 
 
 @functools.cache
-def load(folder, attention: str, linear: str, stacked: bool, weight_dtype: str = "float32"):
+def load(folder, attention: str, linear: str, stacked: bool, weights="float32", dtype="float32"):
     backend = models.Backend(attention=attention, linear=linear, stacked=stacked)
-    return models.load(folder, weight_dtype=weight_dtype, backend=backend)
+    model = models.load(folder, weight_dtype=weights, backend=backend)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, dtype=dtype))
 
 
 @functools.cache
@@ -49,7 +50,7 @@ def runner_for(
         token_budget=bucket,
         max_model_len=MAX_LEN,
         num_pages=num_pages,
-        kv_spec=model.config.kv_spec(page_size, jnp.dtype("float32")),
+        kv_spec=model.config.kv_spec(page_size, jnp.dtype(model.config.dtype)),
         deterministic=deterministic,
         host_pages=host_pages,
     )

@@ -1,6 +1,6 @@
 """The promise: a request's tokens do not depend on its company, its chunks or its history.
 
-Compared to the bit, tokens and log-probabilities, in float32 with one pinned step shape.
+Compared to the bit, tokens and log-probabilities, with one pinned step shape.
 """
 
 import functools
@@ -91,9 +91,10 @@ def test_a_long_prompt_in_one_chunk(tiny_model, sampling):
 
 @pytest.mark.skipif(not native.available(), reason=native.describe())
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
-def test_quantised_weights_in_native_code(tiny_model, sampling):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_weights_in_native_code(tiny_model, dtype, sampling):
     """What `auto` chooses on a CPU; one pinned shape keeps it from changing its arithmetic."""
-    core = functools.partial(make_core, tiny_model, backend=("cpu", "cpu", True, "int8"))
+    core = functools.partial(make_core, tiny_model, backend=("cpu", "cpu", True, "int8", dtype))
     expected = run(core(pipelined=False), [subject(sampling)])["subject", 0]
     assert len(expected.tokens) == 24
     for chunk in (8, 16):

@@ -219,6 +219,51 @@ def test_several_at_once_are_each_alone(forms, rows, isa):
 
 @needs_native
 @pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "Q4_1", "Q6_K"])
+def test_bfloat16_rows(form, isa):
+    """x is exact. Tiles round quantised weights to bfloat16, by 2^-9 at most, any sign; the result
+    is rounded too unless float32 is asked for. A row's bits are its own, however few there are."""
+    weight = make_weight(form, 72, 512)
+    placed = api.prepare(weight, "stored", "cpu")
+    x = jnp.asarray(make_rows(70, 512), jnp.bfloat16)
+    wide, dense = np.float64(x), np.float64(api.dequantize(weight))
+    want, products = wide @ dense.T, np.abs(wide) @ np.abs(dense).T
+    run = jax.jit(functools.partial(cpu.linear, isa=isa), static_argnames="dtype")
+    exact = run(x, placed, dtype=jnp.float32)
+    assert exact.dtype == jnp.float32
+    bound = 2.0**-9 if isa == "amx" and form != "bfloat16" else 2.0**-19
+    assert (np.abs(exact - want) <= bound * products).all()
+    whole = run(x, placed)
+    assert whole.dtype == jnp.bfloat16
+    rounded = np.asarray(exact).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(whole), rounded)
+    for begin, end in [(0, 1), (69, 70), (1, 3), (2, 9), (20, 53)]:
+        np.testing.assert_array_equal(np.asarray(run(x[begin:end], placed)), whole[begin:end])
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["float32", "int8", "Q4_1"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 21, 70])
+def test_what_is_added(rows, dtype, form, isa):
+    """With `plus` the result is the sum, off by the rounding of one addition more at most. 72
+    features end in the middle of a panel."""
+    placed = api.prepare(make_weight(form, 72, 256), "stored", "cpu")
+    x = jnp.asarray(make_rows(rows, 256), dtype)
+    plus = jnp.asarray(np.random.default_rng(3).standard_normal((rows, 72)) * 30, dtype)
+    run = jax.jit(functools.partial(cpu.linear, isa=isa))
+    alone, got = np.float64(run(x, placed)), np.float64(run(x, placed, plus=plus))
+    want = alone + np.float64(plus)
+    products = np.abs(np.float64(x)) @ np.abs(np.float64(api.dequantize(placed))).T
+    unit = 2.0**-24 if dtype == jnp.float32 else 2.0**-8
+    # Sums that start elsewhere round otherwise at each of 8 blocks.
+    bound = unit * (2 * np.abs(want) + np.abs(alone)) + 2.0**-20 * products
+    assert (np.abs(got - want) <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("forms", [("Q4_1", "Q4_1"), ("Q8_0", "Q6_K")])
 @pytest.mark.parametrize("activation", cpu.ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 2, 21])
