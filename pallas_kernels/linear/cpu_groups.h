@@ -19,7 +19,8 @@
 //
 // - Tiles (cpu_groups_amx.cc), where the processor has AMX and there are three rows or more. Weights
 //   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
-//   multiplies ten times faster than the vector units multiply bytes.
+//   multiplies ten times faster than the vector units multiply bytes. Activations that come as bfloat16
+//   take this way whatever their number, by weights of one bfloat16 each.
 
 #pragma once
 

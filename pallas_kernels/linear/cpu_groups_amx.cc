@@ -312,11 +312,11 @@ struct Task {
       auto* at = static_cast<int8_t*>(const_cast<void*>(matrix)) + (row * F + column) * 4;
       return Sums{at, F * 4, kPanel * 4, (x.FirstRow(tile + kTiles - 1) - row) * F * 4};
     };
-    if (begin == 0) {
+    if (begin == 0 && direct && product.w.plus != nullptr) {
       const Sums plus = in_place(product.w.plus);
-      Start<kTiles>(direct && product.w.plus != nullptr ? &plus : nullptr);
-    } else if (!stay) {
-      Start<kTiles>(&sums);
+      Start<kTiles>(&plus);
+    } else if (begin == 0 || !stay) {
+      Start<kTiles>(begin == 0 ? nullptr : &sums);
     }
     Multiply<kTiles>(x, x.At(tile, begin), x.At(tile + kTiles - 1, begin), scratch, count);
     if (last && direct) return Store<kTiles>(in_place(product.y));
