@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxserve.bench.run import cell
+
 try:
     from matplotlib import ticker
     from matplotlib.figure import Figure
@@ -32,6 +34,9 @@ def draw(documents: Sequence[dict]) -> Iterator[tuple[str, str, Figure]]:
     swept = [d for d in documents if "rate" in d and "ttft_ms" in d["median"]]
     if swept:
         yield "rates", "Latency against the load asked for: p50 solid, p99 dashed.", _rates(swept)
+    searched = [d for d in documents if "highest_rate" in d["median"]]
+    if searched:
+        yield "capacity", "The highest rate whose p99s keep within bounds.", _capacity(searched)
     stepped = [d for d in documents if "step_columns" in d["runs"][0]]
     if stepped:
         yield "steps", "Rows that compute and pages in use, over the first run.", _steps(stepped)
@@ -50,9 +55,8 @@ def _bars(axes, documents, values_of) -> None:
         values = values_of(document)
         axes.barh(place, np.median(values), color=f"C{place % 10}", alpha=0.7)
         axes.plot(values, [place] * len(values), "k.", markersize=4)
-        axes.annotate(
-            f" {np.median(values):,.1f}", (max(values), place), verticalalignment="center"
-        )
+        text = f" {cell(float(np.median(values)))}"
+        axes.annotate(text, (max(values), place), verticalalignment="center")
     axes.set_yticks(range(len(documents)), [_label(d) for d in documents])
     axes.invert_yaxis()
     axes.margins(x=0.15)
@@ -60,10 +64,18 @@ def _bars(axes, documents, values_of) -> None:
 
 
 def _throughput(documents) -> Figure:
+    return _ranking(documents, "output_tokens_per_s", "output tokens/s")
+
+
+def _capacity(documents) -> Figure:
+    return _ranking(documents, "highest_rate", "requests/s")
+
+
+def _ranking(documents, name: str, unit: str) -> Figure:
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(documents)), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, documents, lambda d: [run["output_tokens_per_s"] for run in d["runs"]])
-    axes.set_xlabel("output tokens/s")
+    _bars(axes, documents, lambda d: [run[name] for run in d["runs"]])
+    axes.set_xlabel(unit)
     return figure
 
 
