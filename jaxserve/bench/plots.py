@@ -40,6 +40,9 @@ def draw(documents: Sequence[dict]) -> Iterator[tuple[str, str, Figure]]:
     stepped = [d for d in documents if "step_columns" in d["runs"][0]]
     if stepped:
         yield "steps", "Rows that compute and pages in use, over the first run.", _steps(stepped)
+    grown = [d for d in documents if d["kind"] == "growth"]
+    if grown:
+        yield "growth", "How cost grows, and the line from the knee on.", _growth(grown)
     starts = [d for d in documents if d["kind"] == "startup"]
     if starts:
         yield "startup", "Command line to first token, seconds.", _starts(starts)
@@ -154,6 +157,20 @@ def _steps(documents) -> Figure:
         pages.set(title=_label(document), ylabel="pages")
     for axes in grid[-1]:
         axes.set_xlabel("seconds")
+    return figure
+
+
+def _growth(documents) -> Figure:
+    figure = Figure(figsize=(4.5 * len(documents), 3.6), layout="constrained")
+    for axes, document in zip(np.ravel(figure.subplots(1, len(documents))), documents):
+        run, axes_of = document["runs"][0], document["axes"]
+        x = np.asarray(run["x"], np.float64)
+        past = x[x >= run["knee"]]
+        axes.plot(x, run["y"], "." if len(x) > 50 else "o", markersize=4)
+        axes.plot(past, run["intercept"] + run["slope"] * past, "--", color="C1")
+        axes.set(title=_label(document), xlabel=axes_of["x"], ylabel=axes_of["y"])
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
     return figure
 
 

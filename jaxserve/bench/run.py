@@ -127,6 +127,8 @@ COLUMNS = {
     "occupancy_queued": "slots busy while queued",
     "cached_share": "prompt cached",
     "failed": "failed",
+    "slope": "slope",
+    "worst": "off the line at most",
     "cold_s": "cold s",
     "warm_s": "warm s",
 }
