@@ -121,7 +121,7 @@ def sweep(engine, points: Sequence[tuple[int, int]], args) -> list[float]:
 
 async def memory_by_requests(engine: AsyncEngine, args) -> tuple[list[int], list[float]]:
     """(requests ended, MiB of this process) some hundred times on the way to --requests."""
-    every = max(args.requests // 200, 1)
+    every, tokens = max(args.requests // 200, 1), engine.core.runner.spec.num_tokens
     draw = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
     ended, counts, mib = 0, [], []
@@ -129,7 +129,7 @@ async def memory_by_requests(engine: AsyncEngine, args) -> tuple[list[int], list
     async def client(numbers: Iterator[int]) -> None:
         nonlocal ended
         for _ in numbers:
-            prompt = draw.integers(0, engine.vocab_size, draw.integers(4, 2 * args.input_len - 4))
+            prompt = draw.integers(0, tokens, draw.integers(4, 2 * args.input_len - 4))
             async for _ in engine.generate(prompt.tolist(), params):
                 pass
             ended += 1
