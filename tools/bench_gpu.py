@@ -224,7 +224,10 @@ def peer_tokens_per_s(python: str, shape: dict, wanted: Workload) -> float:
     """transformers' continuous batching on random weights of the same shape."""
     worker = pathlib.Path(__file__).parent / "peers" / "transformers_worker.py"
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    requests = [{"prompt_ids": i.prompt_ids, "max_tokens": i.max_tokens} for i in wanted.items]
+    requests = [
+        {"prompt_ids": item.prompt_ids, "max_tokens": item.max_tokens, "stream": False}
+        for item in wanted.items
+    ]
     lines = "\n".join([json.dumps(requests[:4]), json.dumps(requests)])
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(shape))

@@ -15,8 +15,11 @@ prefix caches are cold but for what a workload shares in itself. Every peer is o
   --hf        Python with: pip install torch==2.13.0 transformers==5.24.0; and --hf_model
   --hf_model  the same weights as a Hugging Face folder
 
-Workloads are w1 to w5: one stream; 64 skewed requests at once; (w3 is for `jaxserve bench sweep`);
-a prompt of 1,536 tokens; 32 requests that share a prefix of 512.
+Workloads are w1 to w5: one stream; 64 skewed requests at once; requests that come one by one; a
+prompt of 1,536 tokens; 32 requests that share a prefix of 512. Of w3, each repeat serves requests
+at --common_rate, and looks for the highest rate that keeps the p99 of the time to first token and
+of the gaps between tokens within --ttft_p99_ms and --itl_p99_ms while requests come for --search_s.
+jaxserve and llama.cpp are asked over HTTP; the others have no such step between.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
+import operator
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -41,27 +47,41 @@ from rich.table import Table
 from jaxserve import models, tokenizer
 from jaxserve.bench import client, metrics, process, record, serve, workload
 from jaxserve.bench.client import Api
-from jaxserve.bench.settings import WorkloadConfig
-from jaxserve.bench.workload import Workload
+from jaxserve.bench.metrics import Record
+from jaxserve.bench.settings import BenchConfig, WorkloadConfig
+from jaxserve.bench.workload import Item, Workload
 
 OURS = "jaxserve"
 MAX_LEN = 2560
 WORKERS = pathlib.Path(__file__).resolve().parent / "peers"
 # Of each workload: the figure that counts, its unit, and whether more is better.
 FIGURES = {
-    "w1": ("decode_tokens_per_s", "tokens/s", True),
-    "w2": ("output_tokens_per_s", "tokens/s", True),
-    "w4": ("ttft_ms", "ms to first token", False),
-    "w5": ("output_tokens_per_s", "tokens/s", True),
+    "w1": (("decode_tokens_per_s",), "tokens/s", True),
+    "w2": (("output_tokens_per_s",), "tokens/s", True),
+    "w4": (("ttft_ms", "p50"), "ms to first token", False),
+    "w5": (("output_tokens_per_s",), "tokens/s", True),
 }
+ONLINE = "w3"
+LATENCIES = [(name, cut) for name in ("ttft_ms", "itl_ms") for cut in ("p50", "p99")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A running engine. run(workload) -> figures of one run."""
+    """A running engine. run(workload) -> figures of one run (bench.metrics)."""
 
     name: str
     run: Callable[[Workload], dict]
+
+
+def figures_of(name: str, records: Sequence[Record]) -> dict:
+    summary = metrics.summarise(records)
+    if summary["failed"]:
+        raise RuntimeError(f"{name}: {summary.get('first_error', 'a request got no token')}")
+    return summary | {"request_columns": record.request_rows(records)}
+
+
+def figure(summary: dict, path: Sequence[str]) -> float:
+    return functools.reduce(operator.getitem, path, summary)
 
 
 # ---- engines behind HTTP ------------------------------------------------------------------------
@@ -73,14 +93,7 @@ def http_peer(name: str, command: list[str], port: int, health: str, **extra) ->
     with process.server(command, root + health):
         api = Api(f"{root}/v1", extra=extra)
         api = dataclasses.replace(api, model=asyncio.run(client.first_model(api)))
-
-        def run(wanted: Workload) -> dict:
-            summary = metrics.summarise(asyncio.run(client.run(api, wanted)))
-            if summary["failed"]:
-                raise RuntimeError(f"{name}: {summary['first_error']}")
-            return summary | {"ttft_ms": summary["ttft_ms"]["p50"]}
-
-        yield Peer(name, run)
+        yield Peer(name, lambda wanted: figures_of(name, asyncio.run(client.run(api, wanted))))
 
 
 def jaxserve(flags: list[str], label: str):
@@ -130,13 +143,12 @@ def worker_peer(label: str, python: str, script: str, model: pathlib.Path, threa
 
         def run(wanted: Workload) -> dict:
             requests = [
-                {"prompt_ids": item.prompt_ids, "max_tokens": item.max_tokens}
-                for item in wanted.items
+                {"prompt_ids": i.prompt_ids, "max_tokens": i.max_tokens, "arrival_s": i.arrival}
+                for i in wanted.items
             ]
             print(json.dumps(requests), file=child.stdin, flush=True)
-            figures = answer()
-            rate = figures["output_tokens"] / figures["seconds"]
-            return figures | {"output_tokens_per_s": rate}
+            seen = zip(wanted.items, answer()["requests"])
+            return figures_of(label, [_record(item, times) for item, times in seen])
 
         try:
             version = answer()["ready"]
@@ -150,101 +162,230 @@ def worker_peer(label: str, python: str, script: str, model: pathlib.Path, threa
                 child.wait()
 
 
+def _record(item: Item, seen: dict) -> Record:
+    return Record(
+        item.id,
+        seen["sent"],
+        item.max_tokens,
+        prompt_tokens=len(item.prompt_ids),
+        output_tokens=seen["tokens"],
+        stamps=seen["stamps"],
+    )
+
+
 # ---- the comparison -----------------------------------------------------------------------------
 
 
 def peers_of(args, out: pathlib.Path) -> Iterator[contextlib.AbstractContextManager[Peer]]:
     model, threads = models.resolve(args.model), len(os.sched_getaffinity(0))
-    yield jaxserve(["--model", str(model), "--max_model_len=2048"], OURS)
-    if args.llama:
+    if "jaxserve" in args.engines:
+        flags = ["--model", str(model), "--max_model_len=2048", *shlex.split(args.ours)]
+        yield jaxserve(flags, OURS)
+    if "llama" in args.engines and args.llama:
         for file in requantized(args.llama, model, args.kinds, out):
             yield llama_server(args.llama, file, threads)
-    if args.openvino:
+    if "openvino" in args.engines and args.openvino:
         for file in args.openvino_models or [model]:
             label = f"openvino {pathlib.Path(file).stem.rsplit('.', 1)[-1]}"
             yield worker_peer(label, args.openvino, "openvino_worker.py", file, threads)
-    if args.vllm and args.hf_model:
+    if "vllm" in args.engines and args.vllm and args.hf_model:
         yield worker_peer("vllm-cpu", args.vllm, "vllm_worker.py", args.hf_model, threads)
-    if args.hf and args.hf_model:
+    if "transformers" in args.engines and args.hf and args.hf_model:
         yield worker_peer("transformers", args.hf, "transformers_worker.py", args.hf_model, threads)
 
 
-def workloads_of(args) -> list[Workload]:
+def workload_of(args, name: str) -> Workload:
     path = models.resolve(args.model)
-    text = tokenizer.load(path)
-    make = lambda file: workload.make(WorkloadConfig(workload=str(file)), text, MAX_LEN)
-    return [make(pathlib.Path(args.workloads) / f"{name}.json") for name in args.only]
+    file = pathlib.Path(args.workloads) / f"{name}.json"
+    return workload.make(WorkloadConfig(workload=str(file)), tokenizer.load(path), MAX_LEN)
 
 
 def measure(peers: list[Peer], workloads: list[Workload], repeats: int, console: Console):
-    """{(peer, workload): runs}, the peers taking turns. The first turn of all warms up."""
+    """{(peer, workload): runs}, the peers taking turns."""
     runs = collections.defaultdict(list)
-    for peer in peers:
-        peer.run(serve.unseen(dataclasses.replace(workloads[0], items=workloads[0].items[:2])))
     for _ in range(repeats):
         for wanted in workloads:
-            figure = FIGURES[wanted.name][0]
+            path = FIGURES[wanted.name][0]
             for peer in peers:
-                figures = peer.run(serve.unseen(wanted))
-                runs[peer.name, wanted.name].append(figures)
-                console.print(f"{wanted.name} {peer.name}: {figures[figure]:.1f}", markup=False)
+                seen = peer.run(serve.unseen(wanted))
+                runs[peer.name, wanted.name].append(seen)
+                console.print(f"{wanted.name} {peer.name}: {figure(seen, path):.1f}", markup=False)
     return runs
 
 
 def show(peers: list[Peer], workloads: list[Workload], runs, console: Console) -> None:
-    table = Table("engine", *(f"{w.name}: {FIGURES[w.name][1]}" for w in workloads))
-    medians = {}
+    names = [wanted.name for wanted in workloads]
+    table = Table("engine", *(f"{name}: {FIGURES[name][1]}" for name in names))
+    medians = {name: {} for name in names}
     for peer in peers:
         cells = []
-        for wanted in workloads:
-            figure = FIGURES[wanted.name][0]
-            values = [run[figure] for run in runs[peer.name, wanted.name]]
-            medians[peer.name, wanted.name] = statistics.median(values)
-            cells.append(
-                f"{statistics.median(values):,.1f} ({min(values):,.1f}-{max(values):,.1f})"
-            )
+        for name in names:
+            values = [figure(run, FIGURES[name][0]) for run in runs[peer.name, name]]
+            medians[name][peer.name] = statistics.median(values)
+            cells.append(spread(values))
         table.add_row(peer.name, *cells)
     console.print(table)
-    others = [peer.name for peer in peers if not peer.name.startswith(OURS)]
-    for wanted in workloads if others else ():
-        _, unit, more = FIGURES[wanted.name]
-        best = (max if more else min)(others, key=lambda name: medians[name, wanted.name])
-        ratio = medians[OURS, wanted.name] / medians[best, wanted.name]
-        console.print(f"{wanted.name}: {ratio:.2f} times {best}'s {unit}", markup=False)
+    for name in names:
+        _, unit, more = FIGURES[name]
+        compare(f"{name}, {unit}", medians[name], more, console)
 
 
-def main():
+def spread(values: Sequence[float], form: str = ",.1f") -> str:
+    ends = f"{min(values):{form}}-{max(values):{form}}"
+    return f"{statistics.median(values):{form}} ({ends})"
+
+
+def compare(what: str, medians: dict[str, float], more: bool, console: Console) -> None:
+    """A line: jaxserve's figure as a multiple of the best peer's."""
+    peers = [name for name in medians if name != OURS]
+    if not peers or OURS not in medians:
+        return
+    best = (max if more else min)(peers, key=medians.__getitem__)
+    if medians[best]:
+        ratio = medians[OURS] / medians[best]
+        console.print(f"{what}: {ratio:.2f} times {best}'s", markup=False)
+    else:
+        console.print(f"{what}: {medians[OURS]:.2f}, no peer has any", markup=False)
+
+
+# ---- requests that come one by one --------------------------------------------------------------
+
+
+def measure_online(peers: list[Peer], wanted: Workload, args, console: Console):
+    """{peer: for each repeat, {rate: figures}} with the common rate and those of a search, which
+    begins near what the engine does when all come at once and, the next time, where it ended."""
+    found, start = collections.defaultdict(list), {}
+    for _ in range(args.repeats):
+        for peer in peers:
+            seen = {args.common_rate: serve_at(args.common_rate, peer, wanted, args, console)}
+            if args.search_s:
+                factor = 1.1 if peer.name in start else 1.25
+                if peer.name not in start:
+                    at_once = peer.run(serve.unseen(wanted))
+                    start[peer.name] = 0.8 * at_once["requests_per_s"]
+                look_up(seen, start[peer.name], factor, peer, wanted, args, console)
+                start[peer.name] = highest(seen, args) or start[peer.name]
+            found[peer.name].append(seen)
+    return found
+
+
+def serve_at(rate: float, peer: Peer, wanted: Workload, args, console: Console) -> dict:
+    """Figures of requests at this rate: for --online_s at the common one, else for --search_s."""
+    seconds = args.online_s if rate == args.common_rate else args.search_s
+    summary = peer.run(serve.sustained(wanted, rate, seconds, WorkloadConfig()))
+    cuts = ", ".join(f"{name} {cut} {summary[name][cut]:.0f}" for name, cut in LATENCIES)
+    console.print(f"{ONLINE} {peer.name} at {rate:.2f}/s: {cuts}", markup=False)
+    return summary
+
+
+def look_up(seen: dict, start: float, factor: float, peer, wanted, args, console) -> None:
+    """Searches the highest rate that keeps the bounds; adds figures by rate to `seen`."""
+
+    def run_at(rate: float) -> dict:
+        seen[rate] = serve_at(rate, peer, wanted, args, console)
+        return seen[rate]
+
+    keeps = lambda summary: serve.keeps_bounds(summary, bounds_of(args))
+    serve.search(run_at, keeps, start=start, factor=factor)
+
+
+def bounds_of(args) -> BenchConfig:
+    return BenchConfig(ttft_p99_ms=args.ttft_p99_ms, itl_p99_ms=args.itl_p99_ms)
+
+
+def highest(seen: dict[float, dict], args) -> float:
+    return serve.highest([(rate, [seen[rate]]) for rate in sorted(seen)], bounds_of(args))
+
+
+def show_online(found, args, console: Console) -> None:
+    shown = [f"{name[:-3].upper()} {cut}" for name, cut in LATENCIES]
+    common = f"ms at {args.common_rate:g} requests/s"
+    columns = [f"{name}, {common}" for name in shown]
+    if args.search_s:
+        columns.append("highest rate, requests/s")
+    table, medians = Table("engine", *columns), {name: {} for name in columns}
+    for peer, repeats in found.items():
+        values = [[figure(seen[args.common_rate], path) for seen in repeats] for path in LATENCIES]
+        if args.search_s:
+            values.append([highest(seen, args) for seen in repeats])
+        forms = [",.0f"] * len(LATENCIES) + [".2f"]
+        table.add_row(peer, *map(spread, values, forms))
+        for name, column in zip(columns, values):
+            medians[name][peer] = statistics.median(column)
+    console.print(table)
+    for name in columns:
+        compare(f"{ONLINE}, {name}", medians[name], name not in columns[: len(LATENCIES)], console)
+
+
+# ---- what is left of it -------------------------------------------------------------------------
+
+
+def documents_of(runs, found, args) -> list[dict]:
+    """What `jaxserve report` draws."""
+    facts = {"model": {"name": args.model}}
+    documents = [
+        record.document("serve", f"{peer}, {name}", seen, **facts)
+        for (peer, name), seen in runs.items()
+    ]
+    for peer, repeats in found.items():
+        for rate in sorted(set().union(*repeats)):
+            seen = [by_rate[rate] for by_rate in repeats if rate in by_rate]
+            documents.append(record.document("sweep", peer, seen, rate=rate, **facts))
+        if args.search_s:
+            rates = [{"highest_rate": highest(seen, args)} for seen in repeats]
+            documents.append(record.document("search", peer, rates, **facts))
+    return documents
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo", help="demo or a .gguf file")
-    parser.add_argument("--workloads", required=True, help="folder of w1.json to w5.json")
-    parser.add_argument("--only", nargs="+", default=list(FIGURES), choices=list(FIGURES))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--llama")
-    parser.add_argument("--kinds", nargs="*", default=["Q8_0", "F32"], help="weights for llama")
-    parser.add_argument("--openvino")
-    parser.add_argument("--openvino_models", nargs="*", help=".gguf files (F16 or Q8_0)")
-    parser.add_argument("--vllm")
-    parser.add_argument("--hf")
-    parser.add_argument("--hf_model", type=pathlib.Path)
-    parser.add_argument("--keep", help="folder for requantized models; default: a temporary one")
-    parser.add_argument("--output", default="jaxserve-bench-peers.json")
-    args = parser.parse_args()
-    console = Console(highlight=False)
+    option, engines = parser.add_argument, ["jaxserve", "llama", "openvino", "vllm", "transformers"]
+    names = sorted([*FIGURES, ONLINE])
+    option("--model", default="demo", help="demo or a .gguf file")
+    option("--workloads", required=True, help="folder of w1.json to w5.json")
+    option("--only", nargs="+", default=names, choices=names)
+    option("--engines", nargs="+", default=engines, choices=engines, help="of those installed")
+    option("--repeats", type=int, default=3)
+    option("--ours", default="", help='more flags of `jaxserve serve`, as "--itl_target_ms=150"')
+    option("--llama")
+    option("--kinds", nargs="*", default=["Q8_0", "F32"], help="weights for llama")
+    option("--openvino")
+    option("--openvino_models", nargs="*", help=".gguf files (F16 or Q8_0)")
+    option("--vllm")
+    option("--hf")
+    option("--hf_model", type=pathlib.Path)
+    option("--keep", help="folder for requantized models; default: a temporary one")
+    option("--common_rate", type=float, default=0.4, help="w3: requests a second")
+    option("--online_s", type=float, default=100.0, help="w3: seconds that they come at this rate")
+    option("--search_s", type=float, default=40.0, help="w3: seconds at other rates; 0: none")
+    option("--ttft_p99_ms", type=float, default=2000.0, help="w3: a bound of the search")
+    option("--itl_p99_ms", type=float, default=200.0, help="w3: a bound of the search")
+    option("--output", default="jaxserve-bench-peers.json")
+    return parser.parse_args()
+
+
+def main():
+    args, console = arguments(), Console(highlight=False, width=140)
     for name in ("llama", "openvino", "vllm", "hf"):
         if not getattr(args, name):
             console.print(f"without --{name}: see --help for what to install")
-    workloads = workloads_of(args)
+    workloads = [workload_of(args, name) for name in args.only if name != ONLINE]
     with contextlib.ExitStack() as stack:
         out = pathlib.Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory()))
         peers = [stack.enter_context(peer) for peer in peers_of(args, out)]
+        warm_up = workload_of(args, args.only[0])
+        for peer in peers:
+            peer.run(serve.unseen(dataclasses.replace(warm_up, items=warm_up.items[:2])))
         runs = measure(peers, workloads, args.repeats, console)
-    show(peers, workloads, runs, console)
-    documents = [
-        record.document("serve", f"{peer}, {name}", found) for (peer, name), found in runs.items()
-    ]
-    record.write(args.output, documents)
+        online = ONLINE in args.only
+        found = measure_online(peers, workload_of(args, ONLINE), args, console) if online else {}
+    if workloads:
+        show(peers, workloads, runs, console)
+    if online:
+        show_online(found, args, console)
+    record.write(args.output, documents_of(runs, found, args))
     console.print(f"written to {args.output}", markup=False)
 
 

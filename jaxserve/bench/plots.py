@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxserve.bench.run import cell
+
 try:
     from matplotlib import ticker
     from matplotlib.figure import Figure
@@ -32,9 +34,15 @@ def draw(documents: Sequence[dict]) -> Iterator[tuple[str, str, Figure]]:
     swept = [d for d in documents if "rate" in d and "ttft_ms" in d["median"]]
     if swept:
         yield "rates", "Latency against the load asked for: p50 solid, p99 dashed.", _rates(swept)
+    searched = [d for d in documents if "highest_rate" in d["median"]]
+    if searched:
+        yield "capacity", "The highest rate whose p99s keep within bounds.", _capacity(searched)
     stepped = [d for d in documents if "step_columns" in d["runs"][0]]
     if stepped:
         yield "steps", "Rows that compute and pages in use, over the first run.", _steps(stepped)
+    grown = [d for d in documents if d["kind"] == "growth"]
+    if grown:
+        yield "growth", "How cost grows, and the line from the knee on.", _growth(grown)
     starts = [d for d in documents if d["kind"] == "startup"]
     if starts:
         yield "startup", "Command line to first token, seconds.", _starts(starts)
@@ -50,9 +58,8 @@ def _bars(axes, documents, values_of) -> None:
         values = values_of(document)
         axes.barh(place, np.median(values), color=f"C{place % 10}", alpha=0.7)
         axes.plot(values, [place] * len(values), "k.", markersize=4)
-        axes.annotate(
-            f" {np.median(values):,.1f}", (max(values), place), verticalalignment="center"
-        )
+        text = f" {cell(float(np.median(values)))}"
+        axes.annotate(text, (max(values), place), verticalalignment="center")
     axes.set_yticks(range(len(documents)), [_label(d) for d in documents])
     axes.invert_yaxis()
     axes.margins(x=0.15)
@@ -60,10 +67,18 @@ def _bars(axes, documents, values_of) -> None:
 
 
 def _throughput(documents) -> Figure:
+    return _ranking(documents, "output_tokens_per_s", "output tokens/s")
+
+
+def _capacity(documents) -> Figure:
+    return _ranking(documents, "highest_rate", "requests/s")
+
+
+def _ranking(documents, name: str, unit: str) -> Figure:
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(documents)), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, documents, lambda d: [run["output_tokens_per_s"] for run in d["runs"]])
-    axes.set_xlabel("output tokens/s")
+    _bars(axes, documents, lambda d: [run[name] for run in d["runs"]])
+    axes.set_xlabel(unit)
     return figure
 
 
@@ -142,6 +157,20 @@ def _steps(documents) -> Figure:
         pages.set(title=_label(document), ylabel="pages")
     for axes in grid[-1]:
         axes.set_xlabel("seconds")
+    return figure
+
+
+def _growth(documents) -> Figure:
+    figure = Figure(figsize=(4.5 * len(documents), 3.6), layout="constrained")
+    for axes, document in zip(np.ravel(figure.subplots(1, len(documents))), documents):
+        run, axes_of = document["runs"][0], document["axes"]
+        x = np.asarray(run["x"], np.float64)
+        past = x[x >= run["knee"]]
+        axes.plot(x, run["y"], "." if len(x) > 50 else "o", markersize=4)
+        axes.plot(past, run["intercept"] + run["slope"] * past, "--", color="C1")
+        axes.set(title=_label(document), xlabel=axes_of["x"], ylabel=axes_of["y"])
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
     return figure
 
 

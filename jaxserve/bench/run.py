@@ -86,14 +86,16 @@ def _serve(job: Job) -> list[dict]:
 def _sweep(job: Job) -> list[dict]:
     from jaxserve.bench import serve
 
-    def workload_at(rate: float):
-        changed = dataclasses.replace(job.workload, request_rate=rate)
-        return serve.workload_for(changed, job.engine, job.cache_dir)
-
+    wanted = serve.workload_for(job.workload, job.engine, job.cache_dir)
+    job.console.print(str(wanted), markup=False)
     with serve.api_of(job.bench, job.engine, job.scheduling) as api:
-        found = serve.sweep(api, workload_at, job.bench)
+        found = serve.sweep(api, wanted, job.workload, job.bench)
     label, facts = job.bench.label or api.model, _server_facts(job, api)
-    return [record.document("sweep", label, runs, rate=rate, **facts) for rate, runs in found]
+    documents = [record.document("sweep", label, runs, rate=rate, **facts) for rate, runs in found]
+    if job.bench.rates == "search":
+        answer = {"highest_rate": serve.highest(found, job.bench)}
+        documents.append(record.document("search", label, [answer], **facts))
+    return documents
 
 
 def _server_facts(job: Job, api) -> dict:
@@ -114,6 +116,7 @@ _KINDS = {"offline": _offline, "serve": _serve, "startup": _startup, "sweep": _s
 
 COLUMNS = {
     "rate": "rate/s",
+    "highest_rate": "highest rate/s",
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "tokens/s",
     "goodput_per_s": "goodput/s",
@@ -124,6 +127,8 @@ COLUMNS = {
     "occupancy_queued": "slots busy while queued",
     "cached_share": "prompt cached",
     "failed": "failed",
+    "slope": "slope",
+    "worst": "off the line at most",
     "cold_s": "cold s",
     "warm_s": "warm s",
 }

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import orjson
 
@@ -16,11 +18,14 @@ from jaxserve.bench import client, process, record
 from jaxserve.bench.client import Api
 from jaxserve.bench.metrics import Targets, median_of, summarise
 from jaxserve.bench.settings import BenchConfig, WorkloadConfig
-from jaxserve.bench.workload import Item, Workload, make
+from jaxserve.bench.workload import Item, Workload, arrivals, at_times, make
 from jaxserve.config import EngineConfig, SchedulerConfig
 
 _MAX_LEN_UNKNOWN = 8192  # of somebody else's server: requests that do not fit will fail there
-_RATE_STEPS = 5  # halvings of the interval in a search: within 4 % of the rate
+_FEWEST = 16  # requests of a sustained run, however slowly they come
+# A search: the most rates it tries, the ratio at which it is content, how far down it looks, and
+# where it begins, as a share of what the server does when all requests come at once.
+_MAX_RATES, _CLOSE, _LEAST, _UNDER = 12, 1.1, 1 / 16, 0.8
 
 
 @contextlib.contextmanager
@@ -54,12 +59,14 @@ def workload_for(
     return make(config, tokenizer.load(path, override=override), limit)
 
 
-def measure(api: Api, workload: Workload, bench: BenchConfig) -> list[dict]:
-    """Summaries of --repeats runs, after --warmup requests that do not count."""
+def measure(api: Api, workload: Workload, bench: BenchConfig, renew=None) -> list[dict]:
+    """Summaries of --repeats runs, after --warmup requests that do not count. renew(workload): what
+    a run sends; default: unseen."""
+    renew = renew or unseen
     at_once = lambda item: dataclasses.replace(item, arrival=0.0, after=None)
     first = dataclasses.replace(workload, items=tuple(map(at_once, workload.items[: bench.warmup])))
     asyncio.run(client.run(api, unseen(first)))
-    return [run_once(api, unseen(workload), bench) for _ in range(bench.repeats)]
+    return [run_once(api, renew(workload), bench) for _ in range(bench.repeats)]
 
 
 _runs = itertools.count()  # of this process: no two of its runs send the same prompt
@@ -79,6 +86,21 @@ def unseen(workload: Workload) -> Workload:
     return dataclasses.replace(workload, items=tuple(map(changed, workload.items)))
 
 
+def sustained(workload: Workload, rate: float, seconds: float, config: WorkloadConfig) -> Workload:
+    """Requests at this rate for so many seconds, so that what an engine cannot keep up with piles
+    up: the workload's, over and over where they do not reach, each lap unseen."""
+    count = max(round(rate * seconds), _FEWEST)
+    items = []
+    for lap in range(-(-count // len(workload.items))):
+        name = lambda id, lap=lap: id and f"{id}.{lap}"
+        items += [
+            dataclasses.replace(item, id=name(item.id), after=name(item.after))
+            for item in unseen(workload).items
+        ]
+    times = arrivals(count, dataclasses.replace(config, request_rate=rate))
+    return dataclasses.replace(workload, items=tuple(at_times(items[:count], times)))
+
+
 def run_once(api: Api, workload: Workload, bench: BenchConfig) -> dict:
     before = record.joules()
     records = asyncio.run(client.run(api, workload, bench.max_concurrency))
@@ -92,11 +114,23 @@ def run_once(api: Api, workload: Workload, bench: BenchConfig) -> dict:
 # ---- over rates ---------------------------------------------------------------------------------
 
 
-def sweep(api: Api, workload_at, bench: BenchConfig) -> list[tuple[float, list[dict]]]:
-    """(rate, runs) for the rates of --rates. workload_at(rate) makes the workload."""
+def sweep(
+    api: Api, workload: Workload, config: WorkloadConfig, bench: BenchConfig
+) -> list[tuple[float, list[dict]]]:
+    """(rate, runs) for the rates of --rates."""
     if bench.rates == "search":
-        return _search(api, workload_at, bench)
-    return [(rate, measure(api, workload_at(rate), bench)) for rate in _rates(bench.rates)]
+        at_once = run_once(api, unseen(workload), bench)
+        run_at = lambda rate: measure(
+            api, workload, bench, lambda w: sustained(w, rate, bench.search_s, config)
+        )
+        keeps = lambda runs: keeps_bounds(median_of(runs), bench)
+        return search(run_at, keeps, start=_UNDER * at_once["requests_per_s"])
+
+    def arriving(rate: float) -> Workload:
+        times = arrivals(len(workload.items), dataclasses.replace(config, request_rate=rate))
+        return dataclasses.replace(workload, items=tuple(at_times(workload.items, times)))
+
+    return [(rate, measure(api, arriving(rate), bench)) for rate in _rates(bench.rates)]
 
 
 def _rates(text: str) -> list[float]:
@@ -109,27 +143,47 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
-def _search(api: Api, workload_at, bench: BenchConfig) -> list[tuple[float, list[dict]]]:
-    """Doubles the rate until the bounds break, then halves the interval: the last rate that keeps
-    them is the answer, and all that was tried is returned by rate."""
-    tried, low, high = [], 0.0, None
-    rate = 0.25
-    for _ in range(_RATE_STEPS * 2):
-        runs = measure(api, workload_at(rate), bench)
-        tried.append((rate, runs))
-        if keeps_bounds(median_of(runs), bench):
+def search(
+    run_at: Callable[[float], Any],
+    keeps: Callable[[Any], bool],
+    *,
+    start: float,
+    factor: float = 1.25,
+) -> list[tuple[float, Any]]:
+    """(rate, what run_at(rate) gave) of all that was tried, by rate. The highest that keeps is
+    close to one that does not, unless all do or none does.
+
+    From `start` it goes up while rates keep, or down while they do not, by `factor`, then by more,
+    to 2; then it halves the interval of logarithms.
+    """
+    tried, low, high, rate = {}, None, None, start
+    while len(tried) < _MAX_RATES and rate >= _LEAST * start:
+        tried[rate] = run_at(rate)
+        if keeps(tried[rate]):
             low = rate
         else:
             high = rate
-        if high is not None and high - low < 0.04 * high:
-            break
-        rate = rate * 2 if high is None else (low + high) / 2
-    return sorted(tried, key=lambda pair: pair[0])
+        if low is not None and high is not None:
+            if high <= _CLOSE * low:
+                break
+            rate = math.sqrt(low * high)
+        else:
+            rate = rate * factor if high is None else rate / factor
+            factor = min(factor**2, 2.0)
+    return sorted(tried.items())
 
 
 def keeps_bounds(summary: dict, bench: BenchConfig) -> bool:
+    """Whether nothing failed and the p99s are within --ttft_p99_ms and --itl_p99_ms."""
+    p99 = lambda name: (summary.get(name) or {"p99": 0.0})["p99"]  # one token each: no gaps
     return (
         summary["failed"] == 0
-        and summary["ttft_ms"]["p99"] <= bench.ttft_p99_ms
-        and summary["itl_ms"]["p99"] <= bench.itl_p99_ms
+        and p99("ttft_ms") <= bench.ttft_p99_ms
+        and p99("itl_ms") <= bench.itl_p99_ms
     )
+
+
+def highest(tried: Sequence[tuple[float, list[dict]]], bench: BenchConfig) -> float:
+    """The highest of these rates, in order, that keeps the bounds as all below it do; or 0."""
+    kept = itertools.takewhile(lambda pair: keeps_bounds(median_of(pair[1]), bench), tried)
+    return max((rate for rate, _ in kept), default=0.0)

@@ -58,6 +58,7 @@ class BenchConfig:
     rates: str = setting("0.25,0.5,1,2", "sweep: requests a second, or 'search' for the highest.")
     ttft_p99_ms: float = setting(2000.0, "sweep --rates=search: bound on TTFT's p99.")
     itl_p99_ms: float = setting(200.0, "sweep --rates=search: bound on inter-token time's p99.")
+    search_s: float = setting(60.0, "sweep --rates=search: seconds that requests come at a rate.")
     label: str | None = setting(None, "Name in tables and plots; default: what was measured.")
     output: str | None = setting(None, "JSON file to write; default: jaxserve-bench-WHAT.json.")
 

@@ -65,7 +65,7 @@ def make(config: WorkloadConfig, tokenizer, max_len: int) -> Workload:
     else:
         name, items = path.stem, _of_arrivals(config, path, Words(config, tokenizer), max_len)
     if config.request_rate is not None:
-        items = _at_times(items, arrivals(len(items), config))
+        items = at_times(items, arrivals(len(items), config))
     for item in items:
         if (size := len(item.prompt_ids) + item.max_tokens) > max_len:
             raise ValueError(
@@ -83,7 +83,7 @@ def arrivals(count: int, config: WorkloadConfig) -> list[float]:
     return [0.0, *np.cumsum(gaps)[:-1].tolist()]
 
 
-def _at_times(items: Sequence[Item], times: Sequence[float]) -> list[Item]:
+def at_times(items: Sequence[Item], times: Sequence[float]) -> list[Item]:
     """Arrivals anew, but for those that follow another item."""
     return [
         item if item.after else dataclasses.replace(item, arrival=time)

@@ -27,6 +27,7 @@ def documents():
         record.document("serve", "theirs", [run]),
         record.document("startup", "demo", starts),
         *sweep,
+        record.document("search", "ours", [{"highest_rate": 6.5}, {"highest_rate": 7.0}]),
     ]
 
 
@@ -61,7 +62,7 @@ def test_report_is_one_page_that_needs_nothing_else(tmp_path):
     record.write(source, documents())
     page = report.write([str(source)], tmp_path / "out")
     text = page.read_text()
-    names = {"throughput", "latency", "rates", "steps", "startup"}
+    names = {"throughput", "latency", "rates", "capacity", "steps", "startup"}
     for name in names:
         png = (tmp_path / "out" / f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and len(png) > 5000

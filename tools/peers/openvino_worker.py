@@ -1,13 +1,12 @@
-"""OpenVINO GenAI for tools/bench_peers.py: `python openvino_worker.py MODEL.gguf [THREADS]`.
+"""OpenVINO GenAI for tools/bench_peers.py: `python openvino_worker.py MODEL.gguf THREADS`.
 
-Says {"ready": version}; then, for each line of requests, a line of figures. Prefix caching is on:
-the caller sends prompts of each run that no other run shares.
+See answering.py. Prefix caching is on: the caller sends prompts of each run that no other run
+shares.
 """
 
-import json
 import sys
-import time
 
+import answering
 import numpy as np
 import openvino
 import openvino_genai as genai
@@ -32,25 +31,28 @@ def settings(max_tokens: int):
     return config
 
 
-def run(pipeline, requests: list[dict]) -> dict:
-    prompts = [openvino.Tensor(np.array([r["prompt_ids"]], np.int64)) for r in requests]
-    start = time.perf_counter()
-    outputs = pipeline.generate(prompts, [settings(r["max_tokens"]) for r in requests])
-    seconds = time.perf_counter() - start
-    tokens = sum(len(output.m_generation_ids[0]) for output in outputs)
-    figures = {"seconds": seconds, "output_tokens": tokens}
-    if len(requests) == 1:
-        figures["ttft_ms"] = outputs[0].perf_metrics.get_ttft().mean
-        figures["decode_tokens_per_s"] = 1000 / outputs[0].perf_metrics.get_tpot().mean
-    return figures
+def engine_of(pipeline) -> answering.Engine:
+    handles = {}
 
+    def submit(number: int, request: dict) -> None:
+        prompt = openvino.Tensor(np.array([request["prompt_ids"]], np.int64))
+        handles[number] = pipeline.add_request(number, prompt, settings(request["max_tokens"]))
 
-def main():
-    pipeline = make_pipeline(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps({"ready": genai.__version__}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(pipeline, json.loads(line))), flush=True)
+    def step():
+        pipeline.step()
+        for number, handle in list(handles.items()):
+            tokens = 0
+            while handle.can_read():
+                (output,) = handle.read().values()
+                tokens += len(output.generated_ids)
+            ended = handle.get_status() != genai.GenerationStatus.RUNNING
+            if ended:
+                del handles[number]
+            if tokens or ended:
+                yield number, tokens, ended
+
+    return answering.Engine(genai.__version__, submit, step)
 
 
 if __name__ == "__main__":
-    main()
+    answering.answer(engine_of(make_pipeline(sys.argv[1], int(sys.argv[2]))))

@@ -1,16 +1,17 @@
 """transformers' continuous batching for tools/bench_peers.py and tools/bench_gpu.py:
-`python transformers_worker.py MODEL_FOLDER THREADS [DEVICE] [DTYPE]`.
-
-Says {"ready": version}; then, for each line of requests, a line of figures.
+`python transformers_worker.py MODEL_FOLDER THREADS [DEVICE] [DTYPE]`. See answering.py.
 """
 
-import json
+import collections
 import pathlib
 import sys
-import time
 
+import answering
 import torch
 import transformers
+
+MAX_NEW_TOKENS = 2048
+PATIENCE_S = 0.01
 
 
 def load(folder: str, dtype, device: str):
@@ -23,37 +24,52 @@ def load(folder: str, dtype, device: str):
         return kind.from_config(config, dtype=dtype)
 
 
-def run(model, requests: list[dict]) -> dict:
-    longest = max(r["max_tokens"] for r in requests)
-    manager = model.init_continuous_batching(
-        generation_config=transformers.GenerationConfig(
-            do_sample=False, max_new_tokens=longest, eos_token_id=-1, pad_token_id=0
-        )
+def start(model):
+    """Its manager, which runs in a thread of its own."""
+    settings = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=-1, pad_token_id=0
     )
-    start = time.perf_counter()
+    manager = model.init_continuous_batching(generation_config=settings)
     manager.start()
-    for number, request in enumerate(requests):
+    return manager
+
+
+def engine_of(manager) -> answering.Engine:
+    numbers, known = {}, collections.Counter()
+
+    def submit(number: int, request: dict) -> None:
+        name = str(len(numbers))
+        numbers[name] = number
         manager.add_request(
-            request["prompt_ids"], request_id=str(number), max_new_tokens=request["max_tokens"]
+            request["prompt_ids"],
+            request_id=name,
+            max_new_tokens=request["max_tokens"],
+            streaming=request.get("stream", True),
         )
-    tokens = ended = 0
-    while ended < len(requests):
-        result = manager.get_result(timeout=600)
-        if result is not None and result.is_finished():
-            tokens += len(result.generated_tokens)
-            ended += 1
-    seconds = time.perf_counter() - start
-    manager.stop(block=True)
-    return {"seconds": seconds, "output_tokens": tokens}
+
+    def step():
+        result = manager.get_result(timeout=PATIENCE_S)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError("the manager stopped")
+            return
+        if result.error:
+            raise RuntimeError(result.error)
+        name, tokens = result.request_id, len(result.generated_tokens)
+        yield numbers[name], tokens - known[name], result.is_finished()
+        known[name] = tokens
+
+    return answering.Engine(transformers.__version__, submit, step)
 
 
 def main():
     device, dtype = (sys.argv[3:] + ["cpu", "float32"][len(sys.argv) - 3 :])[:2]
     torch.set_num_threads(int(sys.argv[2]))
-    model = load(sys.argv[1], getattr(torch, dtype), device).eval()
-    print(json.dumps({"ready": transformers.__version__}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(model, json.loads(line))), flush=True)
+    manager = start(load(sys.argv[1], getattr(torch, dtype), device).eval())
+    try:
+        answering.answer(engine_of(manager))
+    finally:
+        manager.stop(block=True)
 
 
 if __name__ == "__main__":

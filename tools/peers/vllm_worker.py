@@ -1,13 +1,13 @@
-"""vLLM on the CPU for tools/bench_peers.py: `python vllm_worker.py MODEL_FOLDER [THREADS]`.
+"""vLLM on the CPU for tools/bench_peers.py: `python vllm_worker.py MODEL_FOLDER THREADS`.
 
-Says {"ready": version}; then, for each line of requests, a line of figures. Scheduler and model
-share one process: on few cores a second one spins where the model should compute.
+See answering.py. Scheduler and model share one process: on few cores a second one spins where the
+model should compute.
 """
 
-import json
 import os
 import sys
-import time
+
+import answering
 
 
 def make_engine(model: str, threads: int):
@@ -17,45 +17,41 @@ def make_engine(model: str, threads: int):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import vllm
 
-    engine = vllm.LLM(
+    llm = vllm.LLM(
         model=model,
         dtype="float32",
         max_model_len=2048,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         distributed_executor_backend="uni",
-        disable_log_stats=False,
     )
-    return vllm, engine
+    return vllm, llm.llm_engine
 
 
-def run(vllm, engine, requests: list[dict]) -> dict:
-    params = [
-        vllm.SamplingParams(temperature=0, max_tokens=r["max_tokens"], ignore_eos=True)
-        for r in requests
-    ]
-    prompts = [{"prompt_token_ids": r["prompt_ids"]} for r in requests]
-    start = time.perf_counter()
-    outputs = engine.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    figures = {"seconds": seconds, "output_tokens": tokens}
-    if len(requests) == 1:
-        metrics = outputs[0].metrics
-        figures["ttft_ms"] = metrics.first_token_latency * 1000
-        span = metrics.last_token_ts - metrics.first_token_ts
-        figures["decode_tokens_per_s"] = (tokens - 1) / span
-    return figures
+def engine_of(vllm, engine) -> answering.Engine:
+    ids = {}  # vLLM's own id of a request -> its number
 
+    def submit(number: int, request: dict) -> None:
+        params = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=request["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+        name = str(len(ids))
+        ids[name] = number
+        engine.add_request(name, {"prompt_token_ids": request["prompt_ids"]}, params)
 
-def main():
-    answers = os.fdopen(os.dup(1), "w")  # what the library prints goes elsewhere
-    os.dup2(2, 1)
-    vllm, engine = make_engine(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps({"ready": vllm.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(vllm, engine, json.loads(line))), file=answers, flush=True)
+    def step():
+        for output in engine.step():
+            tokens = len(output.outputs[0].token_ids)
+            yield ids[output.request_id], tokens, output.finished
+
+    return answering.Engine(vllm.__version__, submit, step)
 
 
 if __name__ == "__main__":
-    main()
+    out = os.fdopen(os.dup(1), "w")  # what the library prints goes elsewhere
+    os.dup2(2, 1)
+    answering.answer(engine_of(*make_engine(sys.argv[1], int(sys.argv[2]))), out)
