@@ -37,9 +37,9 @@ constexpr int kBlock = 32;   // inputs that share an activation scale
 constexpr int kMaxRows = 16;  // rows of a tile
 constexpr int kBytes = 4;     // of a rounded activation
 
-// One layer's weight, and what joins its product. codes: [F / 16][D / 4][16][4] int8, or [F / 16][D / 8][16][4] uint8 holding two
-// codes a byte: of a block's eight quads of inputs, bytes of quad i < 4 hold quad i low, i + 4 high.
-// scale, offset: [F / 16][D / group][16].
+// One layer's weight, and what joins its product. codes: [F / 16][D / 4][16][4] int8, or
+// [F / 16][D / 8][16][4] uint8 holding two codes a byte: of a block's eight quads of inputs, bytes of
+// quad i < 4 hold quad i low, i + 4 high. scale, offset: [F / 16][D / group][16].
 struct Weight {
   const uint8_t* codes;
   const uint8_t* scale;
