@@ -1,14 +1,15 @@
 """How far each form of weights moves a model from float32: perplexity, and tokens that change.
 
     python tools/drift.py                                    # the demo model, 100,000 characters
-    python tools/drift.py --model=FILE.gguf --forms float32 auto int8 auto/int16
+    python tools/drift.py --model=FILE.gguf --forms float32 auto int8 auto/int16 auto//bfloat16
     python tools/drift.py --goldens=GOLDENS.json             # against another program's references
 
-A form is what --weight_dtype takes and, after a slash, what --kv_dtype takes; `auto` is what the
-engine serves when nobody asks. Steps are long, where arithmetic is coarsest. The text is Python's
-own help topics, cut into windows that are scored apart. GOLDENS.json holds prompts, the reference's
-greedy tokens, their log-probabilities and the gaps to the runners-up; it takes the place of the
-text and of float32. Exit status 1 when a form's perplexity is off by --limit percent.
+A form is what --weight_dtype takes and, after slashes, what --kv_dtype and --dtype take; `auto`, or
+nothing, is what the engine serves when nobody asks. Steps are long, where arithmetic is coarsest.
+The text is Python's own help topics, cut into windows that are scored apart. GOLDENS.json holds
+prompts, the reference's greedy tokens, their log-probabilities and the gaps to the runners-up; it
+takes the place of the text and of float32. Exit status 1 when a form's perplexity is off by --limit
+percent.
 """
 
 from __future__ import annotations
@@ -103,11 +104,14 @@ def golden_scores(cases: Sequence[dict]) -> Scores:
 
 
 def load(model: str, form: str, compile_cache: str | None) -> LLM:
-    weights, _, kv = form.partition("/")
+    weights, kv, dtype, *rest = *form.split("/"), "", ""
+    if any(rest):
+        raise ValueError(f"form {form!r}: at most three dtypes, as in auto/int16/float32")
     return LLM(
         model,
         weight_dtype=weights,
         kv_dtype=kv or "auto",
+        dtype=dtype or "auto",
         max_model_len=MAX_LEN,
         num_slots=1,
         deterministic=True,  # one program
@@ -121,7 +125,7 @@ def main() -> int:
     )
     option = parser.add_argument
     option("--model", default="demo", help="demo, a .gguf file, or a Hugging Face folder")
-    option("--forms", nargs="+", default=["float32", "auto", "int8", "bfloat16"])
+    option("--forms", nargs="+", default=["float32/float32/float32", "auto", "int8", "bfloat16"])
     option("--characters", type=int, default=100_000, help="length of the text")
     option("--goldens", type=pathlib.Path, help="references to compare with, in place of the text")
     option("--limit", type=float, default=2.0, help="percent of perplexity")
@@ -135,8 +139,8 @@ def main() -> int:
         counts = [len(case["output_ids"]) for case in cases]
         reference = golden_scores(cases)
     table = Table(
-        "form", "weights", "KV", "MB", "perplexity", "drift", "log-prob. off: mean", "at most",
-        "alike", "widest flip",
+        "form", "weights", "KV", "activations", "MB", "perplexity", "drift", "log-prob. off: mean",
+        "at most", "alike", "widest flip",
     )  # fmt: skip
     worst = 0.0
     for form in args.forms:
@@ -150,7 +154,7 @@ def main() -> int:
         drift = compare(found, reference)
         worst = max(worst, abs(drift.perplexity))
         table.add_row(
-            form, llm.config.weight_dtype, llm.config.kv_dtype,
+            form, llm.config.weight_dtype, llm.config.kv_dtype, llm.config.dtype,
             f"{llm.engine.model.weight_bytes / 1e6:.1f}", f"{found.perplexity:.4f}",
             f"{drift.perplexity:+.3%}", f"{drift.mean:.2g}", f"{drift.largest:.2g}",
             f"{drift.alike:.2%}", f"{drift.widest_flip:.2g}",
