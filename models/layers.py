@@ -286,8 +286,8 @@ def pre_norm_forward(params, config, token_ids_T, positions_T, kv_pages, attend)
 def decoder_logits(params, config: ModelConfig, hidden_SD: jax.Array) -> jax.Array:
     """float32 logits [S, V] from normalised hidden states."""
     head = params["embed"] if config.tied else params["lm_head"]
-    wide = hidden_SD.astype(jnp.float32)
-    logits_SV = linear_op.linear(wide, head, backend=config.backend.linear)
+    backend = config.backend.linear
+    logits_SV = linear_op.linear(hidden_SD, head, backend=backend, out_dtype=jnp.float32)
     if config.logit_scale != 1.0:
         logits_SV = logits_SV * config.logit_scale
     return soft_cap(logits_SV, config.final_soft_cap)

@@ -110,25 +110,28 @@ def gather_rows(weight, ids_T):
     return weights.pick_rows(weight, ids_T)
 
 
-def linear(x_TD, weight, *, layer=None, backend: str):
-    """y_TF = x_TD @ weight^T, in x's dtype; `weight` as `prepare` returns it, or a plain array.
+def linear(x_TD, weight, *, layer=None, backend: str, out_dtype=None):
+    """y_TF = x_TD @ weight^T; `weight` as `prepare` returns it, or a plain array.
 
     `layer` picks from a weight with a leading layer axis. Plain arrays run in XLA on any backend.
+    out_dtype: of y, default x's; sums are float32 in any case, so float32 there loses nothing.
     """
-    (y_TF,) = linears(x_TD, (weight,), layer=layer, backend=backend)
+    (y_TF,) = linears(x_TD, (weight,), layer=layer, backend=backend, out_dtype=out_dtype)
     return y_TF
 
 
-def linears(x_TD, weights, *, layer=None, backend: str) -> tuple:
+def linears(x_TD, weights, *, layer=None, backend: str, out_dtype=None) -> tuple:
     """`linear` of one x with several weights: native code makes x ready for it once."""
     for weight in weights:
         assert (len(weight.shape) == 3) == (layer is not None), (weight.shape, layer)
         assert x_TD.shape[-1] == weight.shape[-1], (x_TD.shape, weight.shape)
+    out_dtype = out_dtype or x_TD.dtype
     if backend == "cpu" and not any(isinstance(w, jax.Array | np.ndarray) for w in weights):
-        return cpu.linears(x_TD, tuple(weights), layer=layer)
+        return cpu.linears(x_TD.astype(out_dtype), tuple(weights), layer=layer)
     if len(weights) > 1:
-        return tuple(linear(x_TD, w, layer=layer, backend=backend) for w in weights)
-    return (reference.linear(x_TD, weights[0], layer=layer).astype(x_TD.dtype),)
+        one = lambda w: linear(x_TD, w, layer=layer, backend=backend, out_dtype=out_dtype)
+        return tuple(one(w) for w in weights)
+    return (reference.linear(x_TD, weights[0], layer=layer).astype(out_dtype),)
 
 
 def gated(x_TD, gate, up, activation: str, *, layer=None, backend: str):
