@@ -3,6 +3,8 @@
 import json
 import math
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,9 @@ by_name = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: shap
 
 
 @by_name
-@pytest.mark.parametrize("tile_tokens", [1, 32])
-def test_sets_cover_every_head_once_at_aligned_lanes(shape, tile_tokens):
-    heads = tpu.choose_set(shape.H, shape.J, shape.E, tile_tokens)
+@pytest.mark.parametrize("fill", [True, False])
+def test_sets_cover_every_head_once_at_aligned_lanes(shape, fill):
+    heads = tpu.choose_set(shape.H, shape.J, shape.E, fill=fill)
     k_lanes, v_lanes, lanes, k_offset, v_offset = tpu.set_windows(shape.J, shape.E, heads)
     assert shape.J % heads == 0 and lanes % 128 == 0
     for s, (k, v) in enumerate(zip(k_lanes, v_lanes)):
@@ -34,7 +36,7 @@ def test_sets_cover_every_head_once_at_aligned_lanes(shape, tile_tokens):
 @by_name
 def test_spread_and_gather_are_inverse(shape):
     """A head's value, put at its own lanes, comes back; the other lanes of its row are not read."""
-    heads = tpu.choose_set(shape.H, shape.J, shape.E, 1)
+    heads = tpu.choose_set(shape.H, shape.J, shape.E, fill=True)
     _, _, lanes, offset, _ = tpu.set_windows(shape.J, shape.E, heads)
     q = np.random.default_rng(0).standard_normal((3, 2, shape.H, shape.E), np.float32)
     spread = tpu.spread_queries(jnp.asarray(q), shape.J, heads, lanes, offset)
@@ -130,6 +132,17 @@ def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, sha
     assert measured["fills"] == measured["spills"] == 0
     theirs = OTHERS["bundles_per_token"][chip][shape.name][str(page_size)]
     assert measured["bundles_per_token"] <= theirs * (0.8 if page_size == 16 else 1.0)
+
+
+def test_the_readme_shows_what_was_measured():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    tool = root / "tools" / "bench_attention.py"
+    printed = subprocess.run(
+        [sys.executable, str(tool), "--table"], capture_output=True, text=True, check=True
+    )
+    readme = (root / "pallas_kernels" / "ragged_paged_attention" / "README.md").read_text()
+    assert len(printed.stdout.splitlines()) == 2 + len(CHIPS) * len(shapes.SHAPES)
+    assert printed.stdout in readme
 
 
 def test_a_miss_is_none():
