@@ -57,7 +57,7 @@ def ragged_paged_attention(
     token_T = jnp.arange(T, dtype=jnp.int32)
     if tile_tokens is None:
         (_, H, E), J = q_THE.shape, k_TJE.shape[1]
-        tile_tokens = tpu_sizes.tile_tokens(choose_set(H, J, E, fill=False) * (H // J))
+        tile_tokens = tpu_sizes.tile_tokens(choose_set(H, J, E, 2) * (H // J))
 
     tiles = decode_tiles(batch, rows, group, K)
     out_itHE, pages = run_tiles(q_THE[:rows, None], kv_pages.data, tiles, **common)
@@ -91,9 +91,9 @@ def run_tiles(
     """One kernel call. -> (out_itHE, pages)."""
     _, t, H, E = q_itHE.shape
     K = pages.shape[2]
-    exact = jnp.float32 in (q_itHE.dtype, pages.dtype)
-    heads = choose_set(H, J, E, fill=t == 1 and not exact)
+    heads = choose_set(H, J, E, tiles.tokens)
     k_lanes, v_lanes, lanes, k_offset, v_offset = set_windows(J, E, heads)
+    exact = jnp.float32 in (q_itHE.dtype, pages.dtype)
     # TPU 7x converts fp8 itself.
     unpacks = pages.dtype == jnp.float8_e4m3fn and tuning.device_kind() != "tpu7x"
     set_rows = heads * (H // J)
@@ -161,16 +161,14 @@ def run_tiles(
     return gather_values(out, t, heads, v_offset, E), changed.reshape(pages.shape)
 
 
-def choose_set(H, J, E, *, fill: bool):
+def choose_set(H, J, E, tile_tokens):
     """How many KV heads one matmul takes.
 
-    The lanes of a set begin at a multiple of 128. fill: take more heads where a small group leaves
-    some of 8 sublanes empty, as a tile of one token does. With many tokens a tile they would only
-    multiply zeros; in float32, whose products take several passes over parts of the keys, a wide
-    set's parts would not stay in registers.
+    The lanes of a set begin at a multiple of 128. In decode more heads fill the 8 sublanes that a
+    small group leaves empty; with many tokens a tile they would only multiply zeros.
     """
     fits = [n for n in range(1, J + 1) if J % n == 0 and n * E % LANES == 0] or [J]
-    if not fill:
+    if tile_tokens > 1:
         return fits[0]
     return next((n for n in fits if n * (H // J) >= SUBLANES), fits[-1])
 

@@ -374,25 +374,15 @@ def row_scales(refs, plan, buffer, first):
 
 
 def matmul(a, b, *, transposed):
-    """a @ b, or a @ b.T, with float32 results.
-
-    In float32 a product takes several passes over parts of b. Of 128 lanes at a time they stay in
-    registers.
-    """
+    """a @ b, or a @ b.T, with float32 results."""
     exact = a.dtype == jnp.float32
-    product = functools.partial(
-        jax.lax.dot_general,
-        dimension_numbers=(((1,), (1 if transposed else 0,)), ((), ())),
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
-    lanes = b.shape[1]
-    if not exact or lanes == LANES:
-        return product(a, b)
-    cuts = [slice(c, c + LANES) for c in range(0, lanes, LANES)]
-    if transposed:
-        return sum(product(a[:, cut], b[:, cut]) for cut in cuts)
-    return jnp.concatenate([product(a, b[:, cut]) for cut in cuts], axis=1)
 
 
 def write_groups(refs, plan):

@@ -69,15 +69,16 @@ def test_lowers_for_cuda(shape, kv_dtype):
         gpu.ragged_paged_attention,
         layer=1, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
     )  # fmt: skip
-    traced = jax.jit(attend, donate_argnums=3).trace(
+    arguments = (
         bf16(tokens, shape.H, shape.E),
         bf16(tokens, shape.J, shape.E),
         bf16(tokens, shape.J, shape.E),
         api.kv_page_specs(api.KVSpec(2, shape.J, shape.E, 16, kv_dtype), 64, "gpu"),
         batch,
-        sinks=array(shape.H, dtype=jnp.float32) if shape.sinks else None,
     )
+    sinks = array(shape.H, dtype=jnp.float32) if shape.sinks else None
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(AUTO,), abstract_device=H200)
     with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(attend, donate_argnums=3).trace(*arguments, sinks=sinks)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2

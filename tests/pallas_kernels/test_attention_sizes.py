@@ -20,9 +20,9 @@ by_name = pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: shap
 
 
 @by_name
-@pytest.mark.parametrize("fill", [True, False])
-def test_sets_cover_every_head_once_at_aligned_lanes(shape, fill):
-    heads = tpu.choose_set(shape.H, shape.J, shape.E, fill=fill)
+@pytest.mark.parametrize("tile_tokens", [1, 32])
+def test_sets_cover_every_head_once_at_aligned_lanes(shape, tile_tokens):
+    heads = tpu.choose_set(shape.H, shape.J, shape.E, tile_tokens)
     k_lanes, v_lanes, lanes, k_offset, v_offset = tpu.set_windows(shape.J, shape.E, heads)
     assert shape.J % heads == 0 and lanes % 128 == 0
     for s, (k, v) in enumerate(zip(k_lanes, v_lanes)):
@@ -36,7 +36,7 @@ def test_sets_cover_every_head_once_at_aligned_lanes(shape, fill):
 @by_name
 def test_spread_and_gather_are_inverse(shape):
     """A head's value, put at its own lanes, comes back; the other lanes of its row are not read."""
-    heads = tpu.choose_set(shape.H, shape.J, shape.E, fill=True)
+    heads = tpu.choose_set(shape.H, shape.J, shape.E, 1)
     _, _, lanes, offset, _ = tpu.set_windows(shape.J, shape.E, heads)
     q = np.random.default_rng(0).standard_normal((3, 2, shape.H, shape.E), np.float32)
     spread = tpu.spread_queries(jnp.asarray(q), shape.J, heads, lanes, offset)
