@@ -1,7 +1,7 @@
 """The TPU kernel in Pallas' interpreter, DMAs and semaphores simulated, races looked for.
 
 Small heads and one batch of every kind in shapes.py. `pytest -m whole` runs all head shapes at full
-size with all batches, their lengths and windows scaled down, in all dtypes: some 20 minutes.
+size with all batches, their lengths and windows scaled down, in all dtypes; that takes long.
 """
 
 import dataclasses
