@@ -50,8 +50,8 @@ class EngineConfig:
     )
     dtype: str = setting(
         "auto",
-        "Activations. auto: float32 on CPU, bfloat16 elsewhere. bfloat16 on a CPU with AMX makes "
-        "prompts some two times faster and keeps 8 bits of every number.",
+        "Activations. auto: bfloat16 on TPU and GPU unless weights are wider, float32 on CPU, where "
+        "bfloat16 is faster if the processor has AMX, and keeps 8 bits of every number.",
         choices=("auto", "float32", "bfloat16"),
     )
     kv_dtype: str = setting(

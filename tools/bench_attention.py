@@ -4,6 +4,7 @@
     python tools/bench_attention.py --topology=v6e           bundles per KV token, no TPU needed
     python tools/bench_attention.py --topology=v5e --shapes=smollm2,gpt-oss-20b --page_sizes=16
     python tools/bench_attention.py --topology=7x --tune     choose block sizes, keep them as data
+    python tools/bench_attention.py --table                  what is kept, beside other kernels
 
 The second form compiles the decode kernel for 64 rows and counts the final bundles of its steady
 loop, one KV block with its DMAs: a bundle is a cycle at best. Beside it stands what HBM allows: a
@@ -30,7 +31,10 @@ import schedule
 CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9), "7x": (3685e9, 1.9e9)}
 ROWS, MAX_LEN = 64, 8192
 BLOCKS = (128, 256, 512)  # KV tokens that tuning tries
-TUNED = pathlib.Path(__file__).resolve().parent.parent / "pallas_kernels" / "tuned"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TUNED = ROOT / "pallas_kernels" / "tuned"
+OTHERS = ROOT / "tests" / "data" / "rpa_v3_bundles.json"
+FOLDERS = {"v5e": "tpu_v5_lite", "v6e": "tpu_v6_lite", "7x": "tpu7x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,28 @@ def keep(target, topology, name, page_size, kv_dtype, decode: Decode):
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(table, indent=2) + "\n")
+
+
+def table() -> str:
+    """The kept measurements of every shape and chip against RPA v3's, in Markdown."""
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    others = json.loads(OTHERS.read_text())["bundles_per_token"]
+    lines = [
+        "| shape | chip | page 16 | RPA v3 | of it | page 128 | RPA v3 | of it | HBM cycles |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for shape, (chip, folder) in itertools.product(shapes.SHAPES, FOLDERS.items()):
+        kept = json.loads((TUNED / folder / "ragged_paged_attention.json").read_text())
+        cells = [shape.name, chip]
+        for page in ("16", "128"):
+            key = f"{shape.H}/{shape.J}/{shape.E} page {page} bfloat16 decode"
+            ours, theirs = kept[key]["measured"], others[chip][shape.name][page]
+            share = ours["bundles_per_token"] / theirs
+            cells += [f"{ours['bundles_per_token']:.2f}", f"{theirs:.2f}", f"{share:.2f}"]
+        cells.append(f"{ours['hbm_cycles_per_token']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def token_bytes(name, kv_dtype):
@@ -242,7 +268,11 @@ def main(argv=None) -> int:
     parser.add_argument("--block_tokens", type=int, default=None)
     parser.add_argument("--tune", action="store_true", help="try block sizes, keep the best")
     parser.add_argument("--backend", default=None)
+    parser.add_argument("--table", action="store_true", help="print what is kept, measure nothing")
     args = parser.parse_args(argv)
+    if args.table:
+        print(table())
+        return 0
     import deviceless
 
     pages = [int(size) for size in args.page_sizes.split(",")]

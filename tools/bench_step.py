@@ -160,10 +160,14 @@ def main():
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=256, help="tokens of each row")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--attention_backend", default="auto", help='"reference": XLA alone')
     parser.add_argument("--ops", action="store_true", help="also the largest single operations")
     args = parser.parse_args()
     slots = max(args.rows)
-    config = EngineConfig(model=args.model, num_slots=slots, token_budget=max(256, slots))
+    config = EngineConfig(
+        model=args.model, num_slots=slots, token_budget=max(256, slots),
+        attention_backend=args.attention_backend,
+    )  # fmt: skip
     engine = start.build(config, clock=time.perf_counter)
     engine.warm_up()
     machine = measure_machine(len(os.sched_getaffinity(0)))

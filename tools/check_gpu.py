@@ -7,8 +7,8 @@ First the results: every head shape against the jnp reference on the CPU, in a b
 decode rows, chunks, empty rows and padding, NaN wherever no token is; 8-bit and float32 caches too.
 Then the times at full size, beside the card's own measured copy bandwidth and matrix rate, and
 jax's pallas paged attention on its decode shapes. Ends with one table; exit code 1 if a result is
-wrong. Times are medians of chained calls: the cache of one is donated to the next. No shape is
-begun after --seconds.
+wrong or a kernel does not run, which stops nothing else. Times are medians of chained calls: the
+cache of one is donated to the next. No shape is begun after --seconds.
 """
 
 from __future__ import annotations
@@ -131,15 +131,24 @@ def check_all(course):
     ]
     good = True
     for shape, dtype, kv_dtype, page_size in plain + others:
-        error, allowed = check(course, shape, dtype, kv_dtype, page_size)
+        label = f"{shape.name:22s} KV {kv_dtype:14s} page {page_size:3d}"
+        try:
+            error, allowed = check(course, shape, dtype, kv_dtype, page_size)
+        except Exception as failure:  # one shape's compiler error must not hide the others' results
+            good = False
+            print(f"{label}  FAILED: {reason(failure)}", flush=True)
+            continue
         right = error <= allowed  # False for NaN
         good &= right
-        print(
-            f"{shape.name:22s} KV {kv_dtype:14s} page {page_size:3d}  error {error:.1e} "
-            f"of {allowed:.1e}  {'ok' if right else 'WRONG'}",
-            flush=True,
-        )
+        verdict = "ok" if right else "WRONG"
+        print(f"{label}  error {error:.1e} of {allowed:.1e}  {verdict}", flush=True)
     return good
+
+
+def reason(failure: Exception) -> str:
+    """An error in one line: compilers write pages."""
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0][:120]}"
 
 
 # ---- times -------------------------------------------------------------------------------------
@@ -228,7 +237,7 @@ def time_jax_paged(course, shape, rows):
         step = jax.jit(lambda q: call(q, k, v, batch.page_table_SP, batch.kv_len_S))
         return median_seconds(course, step, q)
     except Exception as error:  # its limits on shapes surface as many kinds of error
-        print(f"{shape.name}: jax's kernel does not run: {str(error).splitlines()[0][:80]}")
+        print(f"{shape.name}: jax's kernel does not run: {reason(error)}")
         return None
 
 
@@ -252,19 +261,23 @@ def time_shape(course, shape, bandwidth, rate):
 
 
 def time_all(course, stop):
-    """-> lines of the final table; shapes not begun at time `stop` are left out."""
+    """-> (lines of the final table, whether every shape ran); none is begun after `stop`."""
     bandwidth, rate = copy_bandwidth(course), matrix_rate(course)
     print(
         f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True
     )
-    lines = []
+    lines, good = [], True
     for shape in course.shapes[: course.timed]:
         if time.perf_counter() > stop:
             lines.append(f"{shape.name:22s} not timed: no time left")
             continue
-        lines.append(time_shape(course, shape, bandwidth, rate))
+        try:
+            lines.append(time_shape(course, shape, bandwidth, rate))
+        except Exception as failure:  # as in check_all
+            good = False
+            lines.append(f"{shape.name:22s} FAILED: {reason(failure)}")
         print(lines[-1], flush=True)
-    return lines
+    return lines, good
 
 
 def main(argv=None) -> int:
@@ -277,10 +290,16 @@ def main(argv=None) -> int:
             'error: no GPU here (--dry_run?); with one: pip install -e ".[cuda]"', file=sys.stderr
         )
         return 1
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError:
+        print("error: the reference runs on the CPU: JAX_PLATFORMS=cuda,cpu", file=sys.stderr)
+        return 1
     course = DRY if args.dry_run else FULL
     began = time.perf_counter()
     good = check_all(course)
-    lines = time_all(course, began + args.seconds)
+    lines, all_ran = time_all(course, began + args.seconds)
+    good &= all_ran
     print(f"\n{jax.devices()[0].device_kind}, {time.perf_counter() - began:.0f} s")
     print("decode: 64 rows at 4k. goals: 80% of copy, 50% of matmul, mixed 1.15 of its larger part")
     print(

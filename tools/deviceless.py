@@ -12,7 +12,6 @@ driver and no chip. Topologies: v5e:2x2, v6e:2x2, tpu7x:2x2x1 (7x), h200.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -55,7 +54,7 @@ class Target:
 
     backend: str  # of the attention op
     sharding: object
-    context: object  # an abstract mesh to lower under, or None
+    context: object  # makes the abstract mesh to lower under: kernels ask it for the chip
     options: dict
 
     def spec(self, tree):
@@ -73,7 +72,7 @@ class Target:
     def compile(self, function, *arguments, donate, options=None):
         import jax
 
-        with self.context() if self.context else contextlib.nullcontext():
+        with self.context():
             lowered = jax.jit(function, donate_argnums=donate).lower(*map(self.spec, arguments))
             try:
                 return lowered.compile(compiler_options=self.options | (options or {}))
@@ -94,7 +93,8 @@ def describe(topology: str) -> Target:
     import jax
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     if gpu:
         from jax._src import xla_bridge
@@ -112,12 +112,13 @@ def describe(topology: str) -> Target:
         devices = find().devices
     except Exception as error:  # the plugins raise several kinds, with the reason in the text
         raise Missing(f"{topology}: {str(error).splitlines()[0]}") from error
-    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("model",)), PartitionSpec())
-    if gpu:
-        return Target("gpu", sharding, None, {"xla_gpu_autotune_level": 0})
-    chip = AbstractDevice(device_kind=devices[0].device_kind, num_cores=1, platform="tpu")
-    mesh = AbstractMesh((1,), ("model",), abstract_device=chip)
-    return Target("tpu", sharding, lambda: jax.sharding.use_abstract_mesh(mesh), {})
+    axis = dict(axis_names=("model",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), **axis), P())
+    backend = "gpu" if gpu else "tpu"
+    chip = AbstractDevice(device_kind=devices[0].device_kind, num_cores=1, platform=backend)
+    mesh = AbstractMesh((1,), abstract_device=chip, **axis)
+    options = {"xla_gpu_autotune_level": 0} if gpu else {}
+    return Target(backend, sharding, lambda: jax.sharding.use_abstract_mesh(mesh), options)
 
 
 def compile_attention(target: Target, args):

@@ -90,14 +90,14 @@ def build(
     loaded = models.load(
         config.model,
         weight_dtype=config.weight_dtype,
+        dtype=config.dtype,
         backend=backend,
         progress=_part(progress, "load"),
         cache_dir=cache_dir,
     )
     config = _settle(config, loaded)
-    model_config = dataclasses.replace(loaded.config, dtype=config.dtype)
     device = jax.local_devices()[0]
-    spec = model_config.kv_spec(config.page_size, jnp.dtype(config.kv_dtype))
+    spec = loaded.config.kv_spec(config.page_size, jnp.dtype(config.kv_dtype))
     page_bytes = attention.kv_bytes_per_page(spec, backend.attention)
     free = memory.free_bytes(device)
     pages = memory.count_pages(config, page_bytes, free, device.platform)
@@ -120,7 +120,7 @@ def build(
         deterministic=config.deterministic,
         host_pages=scheduler.limits.host_pages,
     )
-    step = StepSpec(loaded.family, model_config, backend.attention, num_tokens)
+    step = StepSpec(loaded.family, loaded.config, backend.attention, num_tokens)
     runner = Runner(step, loaded.params, shape, loaded.eos_ids)
     made_of = manifest.manifest(
         config,
@@ -165,9 +165,7 @@ def _settle(config: EngineConfig, loaded) -> EngineConfig:
     length = config.max_model_len or min(longest, MAX_MODEL_LEN_DEFAULT)
     if length > longest:
         raise ValueError(f"--max_model_len={length}: this model's positions end at {longest}")
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = loaded.config.dtype
     return dataclasses.replace(
         config,
         max_model_len=length,

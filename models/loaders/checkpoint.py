@@ -59,6 +59,7 @@ def load(
     source: str | pathlib.Path,
     *,
     weight_dtype: str = "auto",
+    dtype: str = "auto",
     backend: Backend,
     progress: Progress | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -66,16 +67,17 @@ def load(
 ) -> LoadedModel:
     """Loads demo, a .gguf file, a folder or a hub id. Raises ValueError with the remedy.
 
-    progress(what, done bytes, total bytes) is called as a download or the tensors go by. mesh: put
+    dtype: of activations; config.dtype is then what "auto" stands for. progress(what, done bytes,
+    total bytes) is called as a download or the tensors go by. mesh: put
     the parameters on its "model" axis.
     """
     if weight_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"weight_dtype={weight_dtype!r}: use one of {', '.join(WEIGHT_DTYPES)}")
     path = sources.resolve(source, cache_dir=cache_dir, progress=progress)
     checkpoint = open_checkpoint(path)
-    config = dataclasses.replace(
-        checkpoint.config, backend=backend, dtype=activation_dtype(weight_dtype, backend)
-    )
+    if dtype == "auto":
+        dtype = activation_dtype(weight_dtype, backend)
+    config = dataclasses.replace(checkpoint.config, backend=backend, dtype=dtype)
     specs = checkpoint.family.param_specs(config)
     tensors = split_fused(specs, checkpoint.names, checkpoint.fused, checkpoint.tensors)
     try:
@@ -193,7 +195,7 @@ def halves_from_pairs(num_heads: int, head_dim: int) -> np.ndarray:
 
 
 def activation_dtype(weight_dtype: str, backend: Backend) -> str:
-    """Activations are bfloat16 where the hardware multiplies it; on CPU float32 is faster too."""
+    """What "auto" means: bfloat16 where the hardware is made for it and weights are no wider."""
     accelerator = backend.attention in ("tpu", "gpu")
     return "bfloat16" if accelerator and weight_dtype in ("auto", "bfloat16") else "float32"
 

@@ -35,8 +35,7 @@ class IdTokenizer:
 @functools.cache
 def load(folder, attention: str, linear: str, stacked: bool, weights="float32", dtype="float32"):
     backend = models.Backend(attention=attention, linear=linear, stacked=stacked)
-    model = models.load(folder, weight_dtype=weights, backend=backend)
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, dtype=dtype))
+    return models.load(folder, weight_dtype=weights, dtype=dtype, backend=backend)
 
 
 @functools.cache

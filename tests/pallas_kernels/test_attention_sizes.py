@@ -3,6 +3,8 @@
 import json
 import math
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +132,17 @@ def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, sha
     assert measured["fills"] == measured["spills"] == 0
     theirs = OTHERS["bundles_per_token"][chip][shape.name][str(page_size)]
     assert measured["bundles_per_token"] <= theirs * (0.8 if page_size == 16 else 1.0)
+
+
+def test_the_readme_shows_what_was_measured():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    tool = root / "tools" / "bench_attention.py"
+    printed = subprocess.run(
+        [sys.executable, str(tool), "--table"], capture_output=True, text=True, check=True
+    )
+    readme = (root / "pallas_kernels" / "ragged_paged_attention" / "README.md").read_text()
+    assert len(printed.stdout.splitlines()) == 2 + len(CHIPS) * len(shapes.SHAPES)
+    assert printed.stdout in readme
 
 
 def test_a_miss_is_none():

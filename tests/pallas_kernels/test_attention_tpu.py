@@ -1,9 +1,10 @@
 """The TPU kernel in Pallas' interpreter, DMAs and semaphores simulated, races looked for.
 
-Small heads and batches of every kind of attention in shapes.py; the full list runs on devices
-(tools/check_gpu.py) and through the TPU compiler (test_deviceless.py).
+Small heads and one batch of every kind in shapes.py. `pytest -m whole` runs all head shapes at full
+size with all batches, their lengths and windows scaled down, in all dtypes; that takes long.
 """
 
+import dataclasses
 import functools
 
 import attention_oracle as oracle
@@ -14,7 +15,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.ragged_paged_attention import kv, shapes, tpu
+from jaxserve.pallas_kernels.ragged_paged_attention import kv, reference, shapes, tpu
 
 pytestmark = pytest.mark.slow
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
@@ -54,8 +55,6 @@ def test_equals_float64(name):
 @pytest.mark.parametrize("page_dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_eight_bits(page_dtype):
     """Equal to the reference, which test_attention_reference.py proves for 8 bits."""
-    from jaxserve.pallas_kernels.ragged_paged_attention import reference
-
     shape = BY_NAME["llama-3-8b"].scaled(heads=2, window=24)
     case = shapes.make_case(shape, ROWS, page_size=128, layers=2, layer=1, seed=8)
     q, k, v, pages, batch, _ = shapes.place(case, "reference", jnp.float32, page_dtype)
@@ -69,6 +68,34 @@ def test_eight_bits(page_dtype):
     np.testing.assert_array_equal(
         np.asarray(got_pages.data)[owned], np.asarray(want_pages.data)[owned]
     )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("batch", shapes.BATCHES, ids=lambda batch: batch.name)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_shape_and_batch(name, batch, page_dtype):
+    """Against the reference, from the same pages and queries."""
+    shape = dataclasses.replace(BY_NAME[name], window=BY_NAME[name].window and 24)
+    batch = batch.scaled(16) if batch.num_tokens > 32 else batch
+    page_size = 16 if page_dtype in ("float32", "bfloat16") else 128
+    dtype = jnp.float32 if page_dtype == "float32" else jnp.bfloat16
+    case = shapes.make_case(shape, batch, page_size=page_size, layers=2, layer=1, seed=12)
+    out, pages = interpret(case, shape, page_dtype, dtype)
+    q, k, v, given, ragged, sinks = shapes.place(case, "reference", dtype, page_dtype)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    attend = functools.partial(
+        reference.ragged_paged_attention,
+        layer=1, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
+    )  # fmt: skip
+    want, want_pages = jax.jit(attend)(*wide, given, ragged, sinks=sinks)
+    out, want = out.astype(np.float32), np.asarray(want)
+    # bfloat16 rounds probabilities and the output, by 2**-9 of the largest each.
+    allowed = 5e-6 if dtype == jnp.float32 else 2**-7 * max(1.0, np.abs(want).max(initial=0))
+    np.testing.assert_allclose(out, want, rtol=0, atol=allowed)
+    as_numbers = lambda held: np.asarray(held.data.astype(jnp.float32))
+    owned = ~np.isnan(as_numbers(want_pages))
+    np.testing.assert_array_equal(as_numbers(pages)[owned], as_numbers(want_pages)[owned])
 
 
 def test_page_sizes_that_memory_tiles_forbid_are_refused():

@@ -155,6 +155,19 @@ def test_reference_picks_the_layer():
         assert relative_error(got, want) < 2e-6
 
 
+def test_bfloat16_factors_are_multiplied_as_they_are():
+    """What the matrix units of TPUs and GPUs are for: no float32 factor, and a float32 sum."""
+    weight = jnp.asarray(make_weight("bfloat16", 40, 256))
+    x = jnp.asarray(make_rows(7, 256)).astype(jnp.bfloat16)
+    wide = functools.partial(api.linear, backend="reference", dtype=jnp.float32)
+    (dot,) = (op for op in jax.make_jaxpr(wide)(x, weight).eqns if "dot" in op.primitive.name)
+    assert {factor.aval.dtype.name for factor in dot.invars} == {"bfloat16"}
+    want = np.float64(x) @ np.float64(weight).T
+    got = wide(x, weight)
+    assert got.dtype == jnp.float32 and relative_error(got, want) < 2e-6
+    assert api.linear(x, weight, backend="reference").dtype == jnp.bfloat16
+
+
 def relative_error(got, want):
     """Largest error of a row against the row's largest element, worst row."""
     top = np.maximum(np.abs(want).max(axis=1, keepdims=True), 1e-20)
@@ -411,7 +424,9 @@ def test_every_task_runs_once():
 @needs_native
 def test_x_keeps_its_dtype():
     weight = api.prepare(make_weight("Q8_0", 32, 64), "stored", "cpu")
-    assert on_cpu(jnp.ones((2, 64), jnp.bfloat16), weight).dtype == jnp.bfloat16
+    x = jnp.ones((2, 64), jnp.bfloat16)
+    assert on_cpu(x, weight).dtype == jnp.bfloat16
+    assert api.linear(x, weight, backend="cpu", dtype=jnp.float32).dtype == jnp.float32
 
 
 def test_without_the_library(tmp_path, monkeypatch):
