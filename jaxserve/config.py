@@ -50,7 +50,7 @@ class EngineConfig:
     )
     dtype: str = setting(
         "auto",
-        "Activations. auto: bfloat16 on TPU and GPU unless weights are wider, float32 on CPU, where "
+        "Activations. auto: bfloat16 on TPU and GPU unless weights are wider, float32 on CPU; there "
         "bfloat16 is faster if the processor has AMX, and keeps 8 bits of every number.",
         choices=("auto", "float32", "bfloat16"),
     )
