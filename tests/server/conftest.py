@@ -32,7 +32,7 @@ def serving(engine, tracing=None, **settings):
     server = server_app.DrainingServer(application, engine, config, listening.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    assert listening.wait(20)
+    assert listening.wait(60)
     try:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         yield type(
@@ -41,7 +41,7 @@ def serving(engine, tracing=None, **settings):
     finally:
         server.config.timeout_graceful_shutdown = 0.2
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         listener.close()
         assert not thread.is_alive()
 
