@@ -275,3 +275,7 @@ def test_work_in_one_request_is_bounded():
     assert error_of(client.complete(prompt=["a"] * 1025))["param"] == "prompt"
     assert error_of(client.complete(prompt=["a"] * 100, n=11))["param"] == "prompt"
     assert error_of(client.complete(prompt="a", n=129))["param"] == "n"
+    client = Client(FakeEngine(max_model_len=4000))
+    scored = dict(prompt=[97] * 3000, n=128, echo=True, max_tokens=1)
+    assert error_of(client.complete(**scored, logprobs=5))["param"] == "logprobs"
+    assert error_of(client.complete(**scored, prompt_logprobs=5))["param"] == "logprobs"
