@@ -70,6 +70,10 @@ class Answer:
             "choices": [self._choice(choice) for choice in choices],
             "usage": tally.usage(),
         }
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._work.prompts[0]
+            for shaped, choice in zip(answer["choices"], choices):
+                shaped["token_ids"] = choice.token_ids
         if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_scores(
                 self._service.tokenizer, choices[0].prompt_logprobs, self._body.prompt_logprobs
@@ -109,14 +113,20 @@ class Answer:
                     tally.add(prompt_index, delta)
                     if delta.index not in speeches:
                         speeches[delta.index] = self._style.speech()
-                        opening = {"role": "assistant", "content": "", "refusal": None}
-                        chunks.append(writer.choice(_chunk(delta.index, opening)))
+                        chunks.append(writer.choice(self._opening(delta.index)))
                     chunks += map(writer.choice, self._chunks(delta, speeches[delta.index]))
                 if chunks:
                     yield b"".join(chunks)
         if self._body.include_usage:
             yield writer.last(tally.usage())
         yield sse.DONE
+
+    def _opening(self, index: int) -> dict:
+        """A choice's first chunk."""
+        chunk = _chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        if self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._work.prompts[0]
+        return chunk
 
     def _chunks(self, delta: OutputDelta, speech: Speech) -> list[dict]:
         """The parts of the delta's text, a chunk each, and its end as another."""
@@ -127,6 +137,9 @@ class Answer:
         if self._body.logprobs and delta.logprobs:
             chunks = chunks or [_chunk(delta.index, {"content": ""})]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
+        if self._body.return_token_ids and delta.token_ids:
+            chunks = chunks or [_chunk(delta.index, {"content": ""})]
+            chunks[0]["token_ids"] = delta.token_ids
         if ended:
             reason = _reason(finish_name(delta.finish_reason), speech.num_calls)
             end = _chunk(delta.index, {}) | {"finish_reason": reason}

@@ -75,6 +75,9 @@ class Answer:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._body.return_token_ids:
+            shaped["prompt_token_ids"] = self._work.prompts[choice.prompt_index]
+            shaped["token_ids"] = choice.token_ids
         if self._body.prompt_logprobs is not None:
             shaped["prompt_logprobs"] = prompt_scores(
                 self._service.tokenizer, choice.prompt_logprobs, self._body.prompt_logprobs
@@ -98,13 +101,16 @@ class Answer:
                         scores[prompt_index] = delta.prompt_logprobs
                     index = prompt_index * self._work.params.n + delta.index
                     scorer = scorers.setdefault(index, self._scorer()) if self._scored else None
-                    if self._body.echo and index not in started:
+                    first = index not in started
+                    started.add(index)
+                    if first and self._body.echo:
                         echo = (index, prompt_index, scorer, scores.get(prompt_index))
                         chunk = await self._service.in_thread(self._echo, *echo)
                         chunks.append(writer.choice(chunk))
-                    started.add(index)
                     chunk = self._chunk(index, delta, scorer)
                     if chunk is not None:
+                        if first and self._body.return_token_ids:
+                            chunk["prompt_token_ids"] = self._work.prompts[prompt_index]
                         chunks.append(writer.choice(chunk))
                 if chunks:
                     yield b"".join(chunks)
@@ -122,9 +128,12 @@ class Answer:
     def _chunk(self, index: int, delta: OutputDelta, scorer) -> dict | None:
         """One chunk's choice; None when the delta has nothing to show yet."""
         logprobs = scorer.piece(delta.token_ids, delta.logprobs) if delta.logprobs else None
-        if not delta.text and logprobs is None and delta.finish_reason is None:
+        ids = delta.token_ids if self._body.return_token_ids else ()
+        if not (delta.text or logprobs or ids) and delta.finish_reason is None:
             return None
         chunk = _chunk_of(index, delta.text, logprobs)
+        if self._body.return_token_ids:
+            chunk["token_ids"] = ids
         if delta.finish_reason is not None:
             chunk["finish_reason"] = finish_name(delta.finish_reason)
             chunk["stop_reason"] = delta.stop_reason

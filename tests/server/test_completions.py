@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fake_engine import BOS, STEP_LOGPROB, VOCAB, FakeEngine, text_of
+from fake_engine import BOS, EOS, STEP_LOGPROB, VOCAB, FakeEngine, text_of
 
 from tests.server.conftest import Client
 
@@ -176,6 +176,22 @@ def test_stream_joins_to_the_whole_answer(client, echo, logprobs):
         assert stream["text"] == choice["text"]
         assert (stream["logprobs"] or None) == choice["logprobs"]
         assert stream["finish_reason"] == "length"
+
+
+def test_token_ids_on_request(client, engine):
+    """Those of a character in pieces come as they are, before its text."""
+    engine.scripts["q"] = "é€".encode()
+    asked = dict(prompt=["q", "aq"], max_tokens=9, return_token_ids=True)
+    expected = [([BOS, *b"q"], [*"é€".encode(), EOS]), ([BOS, *b"aq"], [*"é€".encode(), EOS])]
+    whole = client.complete(**asked).json()["choices"]
+    assert [(choice["prompt_token_ids"], choice["token_ids"]) for choice in whole] == expected
+    joined = [([], []), ([], [])]
+    for chunk in events(client.complete(stream=True, **asked)):
+        for choice in chunk["choices"]:
+            prompt, output = joined[choice["index"]]
+            prompt += choice.get("prompt_token_ids", [])
+            output += choice["token_ids"]
+    assert joined == expected
 
 
 def test_offsets_count_characters_not_bytes(client, engine):
