@@ -282,7 +282,7 @@ def parse(argv):
         "--op", default="ragged_paged_attention", choices=["ragged_paged_attention"]
     )
     parser.add_argument("--step", action="store_true", help="compile an engine step instead")
-    parser.add_argument("--sampled", action="store_true", help="the step that can sample")
+    parser.add_argument("--sampled", action="store_true", help="the step that stops at the logits")
     parser.add_argument("--config", default="llama-3.1-8b-v6e", help="preset of the step")
     parser.add_argument("--layers", type=int, default=None, help="of the step; default: all")
     parser.add_argument(

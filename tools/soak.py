@@ -39,6 +39,18 @@ RUBBISH = (
     b'{"prompt": "a", "logit_bias": {"x": 1}}', b'{"model": "other", "prompt": "a"}',
 )  # fmt: skip
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+FORMS = (
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}},
+    {"guided_regex": "[a-z ]{5,40}"},
+    {"guided_choice": ["yes", "no", "perhaps"]},
+)
+
 
 class Books:
     """What the clients saw, to be compared with what the server says."""
@@ -58,14 +70,16 @@ class Books:
             self.fault(f"{what} was answered with {status}")
 
 
-def made_up_request(rng: random.Random) -> tuple[str, dict]:
-    """(path, body) of a valid request."""
+def made_up_request(rng: random.Random, grammar_rate: float) -> tuple[str, dict]:
+    """(path, body) of a valid request. grammar_rate: the share that asks for a form."""
     text = " ".join(rng.choices(WORDS, k=int(2 ** rng.uniform(0, 8.5))))
     limit = int(2 ** rng.uniform(0, 6.5))
     body = {"max_tokens": limit, "stream": rng.random() < 0.5, "temperature": rng.choice([0, 1])}
     if rng.random() < 0.3:
         body |= {"seed": rng.randrange(100), "top_p": 0.9, "presence_penalty": 0.5}
-    if rng.random() < 0.5:
+    if rng.random() < grammar_rate:
+        body |= rng.choice(FORMS)
+    elif rng.random() < 0.5:
         body["ignore_eos"] = True
     if rng.random() < 0.2:
         body["n"] = 2
@@ -122,7 +136,9 @@ async def _chunks(answer: httpx.Response, streamed: bool, pause: float):
         yield {"error": "the stream ended without [DONE]"}
 
 
-async def one_client(client, rng: random.Random, books: Books, end: float, manners) -> None:
+async def one_client(
+    client, rng: random.Random, books: Books, end: float, manners, grammar_rate: float
+) -> None:
     """Asks until `end`. manners: the shares of bad behaviour, or None for none."""
     while time.monotonic() < end:
         dice = rng.random() if manners else 1.0
@@ -132,7 +148,7 @@ async def one_client(client, rng: random.Random, books: Books, end: float, manne
             if not 400 <= answer.status_code < 500:
                 books.fault(f"rubbish was answered with {answer.status_code}")
             continue
-        path, body = made_up_request(rng)
+        path, body = made_up_request(rng, grammar_rate)
         slow = manners and rng.random() < manners.slow_rate
         leaves = manners and dice < manners.bad_rate + manners.abort_rate
         patience = 2 ** rng.uniform(-6, 2) if leaves else 300
@@ -205,12 +221,12 @@ def check_ends(before: dict, after: dict, books: Books) -> None:
         books.fault(f"{after['compilations_total']:.0f} compilations after warm-up")
 
 
-async def audit(client, books: Books, before: dict, seed: int, seconds: float) -> None:
+async def audit(client, books: Books, before: dict, options) -> None:
     """A short time of good behaviour, after which all counters must agree to the token."""
     quiet = Books()
-    end = time.monotonic() + seconds
-    rngs = [random.Random(f"audit {seed} {i}") for i in range(8)]
-    await asyncio.gather(*[one_client(client, rng, quiet, end, None) for rng in rngs])
+    end, rate = time.monotonic() + min(30.0, 6 * options.minutes), options.grammar_rate
+    rngs = [random.Random(f"audit {options.seed} {i}") for i in range(8)]
+    await asyncio.gather(*[one_client(client, rng, quiet, end, None, rate) for rng in rngs])
     after = await until_idle(client, quiet)
     grown = lambda name: int(after[name] - before[name])
     for name, seen in (
@@ -225,20 +241,21 @@ async def audit(client, books: Books, before: dict, seed: int, seconds: float) -
 
 async def soak(url: str, options) -> int:
     """Runs it all and prints the result; the exit status."""
-    books, seed = Books(), options.seed
+    books = Books()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         before = await metrics_of(client)
         watching = asyncio.ensure_future(watch_memory(client, books))
         end = time.monotonic() + 60 * options.minutes
-        rngs = [random.Random(f"{seed} {i}") for i in range(options.clients)]
-        await asyncio.gather(*[one_client(client, rng, books, end, options) for rng in rngs])
+        rngs = [random.Random(f"{options.seed} {i}") for i in range(options.clients)]
+        rate = options.grammar_rate
+        await asyncio.gather(*[one_client(client, rng, books, end, options, rate) for rng in rngs])
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching
         after = await until_idle(client, books)
         check_ends(before, after, books)
-        await audit(client, books, after, seed, min(30.0, 6 * options.minutes))
+        await audit(client, books, after, options)
     slope = memory_slope(books.memory)
     if slope > options.max_slope_mb_per_min:
         books.fault(f"memory grew by {slope:.2f} MB/min in the second half")
@@ -286,6 +303,7 @@ def main() -> int:
     option("--abort_rate", type=float, default=0.3, help="Share whose client leaves early.")
     option("--bad_rate", type=float, default=0.1, help="Share that is rubbish.")
     option("--slow_rate", type=float, default=0.05, help="Share read slowly.")
+    option("--grammar_rate", type=float, default=0.15, help="Share that asks for a form.")
     option("--max_slope_mb_per_min", type=float, default=1.0, help="Growth in the second half.")
     option("--seed", type=int, default=0, help="Of the clients' choices.")
     options = parser.parse_args()

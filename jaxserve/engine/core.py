@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     """What computes a plan. Device runner: engine/runner.py. Fake one: sim/fake_runner.py."""
 
-    def dispatch(self, plan: StepPlan, fill_masks: Callable[..., None]) -> Any: ...
+    def dispatch(self, plan: StepPlan) -> Any: ...
+
+    def constrain(self, pending: Any, fill_masks: Callable[..., None]) -> None: ...
 
     def fetch(self, pending: Any) -> StepResult: ...
 
@@ -111,20 +113,26 @@ class EngineCore:
 
     def plain_step(self) -> Outputs:
         """One step from plan to outputs, nothing overlapped: the oracle of overlapped_step."""
-        return self._guarded(lambda: self._absorb(self._dispatch()))
-
-    def overlapped_step(self) -> Outputs:
-        """Dispatches the next step before it reads the last: the host's work hides behind it."""
 
         def advance():
-            if self.output.num_grammars:
-                # What a grammar allows next depends on the token before: read the last step first.
-                previous, self.in_flight = self.in_flight, None
-                outputs = self._absorb(previous)
-                self.in_flight = self._dispatch()
-                return outputs
+            step = self._dispatch()
+            self._constrain(step)
+            return self._absorb(step)
+
+        return self._guarded(advance)
+
+    def overlapped_step(self) -> Outputs:
+        """Dispatches the next step before it reads the last: the host's work hides behind it.
+
+        What a grammar allows next depends on the token before, so the masks follow once the last
+        step is read, and are there long before the device has come to its logits.
+        """
+
+        def advance():
             previous, self.in_flight = self.in_flight, self._dispatch()
-            return self._absorb(previous)
+            outputs = self._absorb(previous)
+            self._constrain(self.in_flight)
+            return outputs
 
         return self._guarded(advance)
 
@@ -133,7 +141,11 @@ class EngineCore:
         plan = self.scheduler.plan(now)
         if plan is None:
             return None
-        return InFlight(plan, self.runner.dispatch(plan, self.output.fill_masks), now)
+        return InFlight(plan, self.runner.dispatch(plan), now)
+
+    def _constrain(self, step: InFlight | None) -> None:
+        if step is not None:
+            self.runner.constrain(step.pending, self.output.fill_masks)
 
     def _absorb(self, step: InFlight | None) -> Outputs:
         events = self.scheduler.take_events()  # ends that needed no step: deadlines, empty outputs

@@ -16,6 +16,11 @@ def mask_padded_vocabulary(logits_SV, num_tokens: int):
     return jnp.where(known_1V, logits_SV, -jnp.inf)
 
 
+def any_transform(sampling: SamplingInputs):
+    """Whether transform would change anything."""
+    return sampling.any_bias | sampling.any_penalty | jnp.any(sampling.masks_ends_S)
+
+
 def transform(logits_SV, state: DeviceState, sampling: SamplingInputs, slot_S, new_position_S):
     """Applies, in this order: logit_bias, penalties, the mask on end tokens. float32 [S, V]."""
     logits_SV = jax.lax.cond(

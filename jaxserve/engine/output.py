@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 class _Choice:
     """What the stage keeps of one running choice."""
 
-    def __init__(self, request: Request, tokenizer, matcher: GrammarMatcher | None):
+    def __init__(
+        self, request: Request, tokenizer, matcher: GrammarMatcher | None, vocab_size: int
+    ):
         params = request.params
         self.stream = TextStream(
             tokenizer,
@@ -42,8 +44,11 @@ class _Choice:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
-        self.matcher = matcher
         self.started = False
+        self.matcher = matcher
+        if matcher is not None:
+            self.allowed_W = np.zeros(-(-vocab_size // 32), np.int32)  # what may come next, by bit
+            matcher.fill_mask(self.allowed_W)
 
 
 class OutputStage:
@@ -59,7 +64,6 @@ class OutputStage:
         self._compiler_lock = threading.Lock()
         self._choices: dict[tuple[str, int], _Choice] = {}
         self._scores: dict[str, list[TokenLogprob | None]] = {}
-        self.num_grammars = 0  # open choices with a grammar
 
     def matchers(self, params: SamplingParams) -> list[GrammarMatcher]:
         """The state of params.grammar for each choice, to give to EngineCore.add; [] without one.
@@ -83,20 +87,16 @@ class OutputStage:
     def open(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
         """Starts tracking a request. matchers: one for each choice, when it has a grammar."""
         for index, matcher in zip(range(request.params.n), matchers or repeat(None)):
-            self._choices[request.id, index] = _Choice(request, self.tokenizer, matcher)
-        self.num_grammars += len(matchers)
+            choice = _Choice(request, self.tokenizer, matcher, self._vocab_size)
+            self._choices[request.id, index] = choice
         if request.params.prompt_logprobs is not None:
             self._scores[request.id] = [None]  # the first prompt token has nothing before it
 
     def close(self, request: Request) -> None:
         """Forgets a request that the scheduler refused."""
         for index in range(request.params.n):
-            self._drop((request.id, index))
+            self._choices.pop((request.id, index), None)
         self._scores.pop(request.id, None)
-
-    def _drop(self, sequence_id: tuple[str, int]) -> None:
-        choice = self._choices.pop(sequence_id, None)
-        self.num_grammars -= choice is not None and choice.matcher is not None
 
     @property
     def num_open(self) -> int:
@@ -125,7 +125,7 @@ class OutputStage:
             sequence = event.sequence
             if sequence.finish is None:
                 scheduler.finish(sequence, FinishReason.ERROR)
-            self._drop(sequence.id)
+            del self._choices[sequence.id]
             return OutputDelta(sequence.index, finish_reason=FinishReason.ERROR, error=error)
 
     def _delta(self, event: TokenEvent, choice: _Choice, scheduler) -> OutputDelta:
@@ -149,7 +149,7 @@ class OutputStage:
             delta.stop_reason = sequence.stop_reason
             delta.error = event.error
             delta.pooled = event.pooled
-            self._drop(sequence.id)
+            del self._choices[sequence.id]
         return delta
 
     def _add_text(self, event, choice, delta, scheduler) -> None:
@@ -166,7 +166,8 @@ class OutputStage:
 
     @staticmethod
     def _advance(event, choice, delta, scheduler) -> None:
-        """Takes the token into the grammar; when nothing may follow, the choice has ended."""
+        """Takes the token into the grammar and works out what may come next. When nothing may
+        follow, the choice has ended. Raises GrammarFailed."""
         sequence = event.sequence
         if (
             event.finish is FinishReason.STOP
@@ -178,13 +179,18 @@ class OutputStage:
             scheduler.finish(sequence, FinishReason.STOP)
         if choice.matcher.done:
             delta.finish_reason = FinishReason.STOP
+        if delta.finish_reason is None:
+            choice.matcher.fill_mask(choice.allowed_W)
 
     def fill_masks(self, plan: StepPlan, allowed_SW: np.ndarray) -> None:
-        """Writes what rows with a grammar may sample in this plan: a bit for each token id."""
+        """Writes what rows with a grammar may sample in this plan: a bit for each token id.
+
+        Rows of the plan whose choice has ended since are left alone: nobody reads their token.
+        """
         for row in np.flatnonzero(plan.samples_S).tolist():
             choice = self._choices.get(plan.sequences[row].id)
             if choice is not None and choice.matcher is not None:
-                choice.matcher.fill_mask(allowed_SW[row])
+                allowed_SW[row] = choice.allowed_W
 
     @staticmethod
     def _logprob(event: TokenEvent, count: int) -> TokenLogprob:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.engine.state import SamplingInputs, StepInputs
+from jaxserve.engine.state import SETTINGS, ChoiceInputs, ReadingInputs, StepInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.types import POOLINGS, Sequence
@@ -18,23 +18,18 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd (golden ratio): choices of a request ge
 
 
 class RowParams:
-    """Sampling parameters by slot, filled when a sequence is admitted, indexed by row each step."""
+    """Sampling parameters by slot, filled when a sequence is admitted, indexed by row each step.
+
+    The columns of SETTINGS are views of one table, whose last row stays that of a plain greedy
+    sequence: padding rows, which hold the slot N, find it there.
+    """
 
     def __init__(self, num_slots: int):
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.repetition = np.ones(num_slots, np.float32)
-        self.presence = np.zeros(num_slots, np.float32)
-        self.frequency = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros((num_slots, 2), np.uint32)
-        self.num_prompt = np.zeros(num_slots, np.int32)
-        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.settings_NF = np.zeros((num_slots + 1, len(SETTINGS)), np.int32)
+        for at, (name, dtype) in enumerate(SETTINGS.items()):
+            setattr(self, name, self.settings_NF[:, at].view(dtype))
+        self.top_p[:] = self.repetition[:] = 1
         self.plain = np.ones(num_slots, bool)
-        self.penalised = np.zeros(num_slots, bool)
-        self.biased = np.zeros(num_slots, bool)
-        self.logprobs = np.zeros(num_slots, bool)
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.grammar = np.zeros(num_slots, bool)
         self.pooling = np.zeros(num_slots, np.int32)
@@ -49,13 +44,12 @@ class RowParams:
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         seed = (sequence.request.seed + sequence.index * _SEED_STRIDE) % 2**64
-        self.seed[slot] = seed >> 32, seed & 0xFFFFFFFF
+        self.seed_high[slot], self.seed_low[slot] = seed >> 32, seed & 0xFFFFFFFF
         self.num_prompt[slot] = sequence.num_prompt
         self.min_tokens[slot] = params.min_tokens
-        self.plain[slot] = params.plain
-        self.penalised[slot] = params.penalised
         self.biased[slot] = bool(params.logit_bias)
         self.logprobs[slot] = params.logprobs is not None
+        self.plain[slot] = params.plain
         self.grammar[slot] = params.grammar is not None
         self.pooling[slot] = (None, *POOLINGS).index(params.pooling)
         self.prompt_logprobs[slot] = params.prompt_logprobs is not None and sequence.index == 0
@@ -69,10 +63,10 @@ def pack(
     max_pages: int,
     *,
     sampled: bool | None = None,
-) -> StepInputs:
-    """StepInputs in numpy for the bucket.
+) -> tuple[StepInputs, ChoiceInputs | None]:
+    """The inputs in numpy for the bucket; no ChoiceInputs for the greedy-only program.
 
-    sampled: which program's inputs; None asks the rows: greedy-only when every one is plain.
+    sampled: which programs' inputs; None asks the rows: greedy-only when every one is plain.
     """
     num_S, num_T = min(num_slots, bucket_T), plan.num_tokens
     q_len = np.diff(plan.cu_q_len_S1)
@@ -85,6 +79,8 @@ def pack(
     slot_T = np.zeros(bucket_T, np.int32)
     slot_T[:num_T] = np.repeat(plan.slot_S, q_len)
     end_S = plan.start_S + q_len
+    if sampled is None:
+        sampled = not rows.plain[plan.slot_S].all()
     inputs = StepInputs(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
@@ -94,16 +90,17 @@ def pack(
         new_position_S=_padded(end_S, num_S, 0),
         samples_S=_padded(plan.samples_S, num_S, False, bool),
         batch=_batch(plan, end_S, num_S, max_pages),
-        sampling=None,
+        reading=_reading(plan, rows, num_S, bucket_T) if sampled else None,
     )
-    if sampled is None:
-        sampled = not rows.plain[plan.slot_S].all()
     if not sampled:
-        return inputs
-    return inputs.replace(sampling=_sampling(plan, rows, end_S, num_S, bucket_T))
+        return inputs, None
+    settings_SF = rows.settings_NF[inputs.slot_S]
+    return inputs, ChoiceInputs(inputs.slot_S, inputs.new_position_S, inputs.samples_S, settings_SF)
 
 
-def empty(bucket_T: int, num_slots: int, max_pages: int, *, sampled: bool) -> StepInputs:
+def empty(
+    bucket_T: int, num_slots: int, max_pages: int, *, sampled: bool
+) -> tuple[StepInputs, ChoiceInputs | None]:
     """Inputs of the bucket's shapes with no rows in them."""
     none = np.zeros(0, np.int32)
     plan = StepPlan(
@@ -139,37 +136,19 @@ def _batch(plan, end_S, num_S, max_pages) -> RaggedBatch:
     )
 
 
-def _sampling(plan, rows, end_S, num_S, bucket_T) -> SamplingInputs:
+def _reading(plan, rows, num_S, bucket_T) -> ReadingInputs:
     slots = plan.slot_S
-    pick = lambda values, fill, dtype=np.float32: _padded(values[slots], num_S, fill, dtype)
-    seed_S2 = np.zeros((num_S, 2), np.uint32)
-    seed_S2[: plan.num_rows] = rows.seed[slots]
-    num_output_S = end_S - rows.num_prompt[slots]
-    masks_ends_S = _padded(num_output_S < rows.min_tokens[slots], num_S, False, bool)
-    scored = rows.prompt_logprobs[slots] & (plan.start_S < rows.num_prompt[slots])
-    truncates = (rows.top_k[slots] > 0) | (rows.top_p[slots] < 1) | (rows.min_p[slots] > 0)
-    flag = lambda values: np.array(values.any())
-    return SamplingInputs(
-        temperature_S=pick(rows.temperature, 0),
-        top_k_S=pick(rows.top_k, 0, np.int32),
-        top_p_S=pick(rows.top_p, 1),
-        min_p_S=pick(rows.min_p, 0),
-        repetition_S=pick(rows.repetition, 1),
-        presence_S=pick(rows.presence, 0),
-        frequency_S=pick(rows.frequency, 0),
-        seed_S2=seed_S2,
-        num_prompt_S=pick(rows.num_prompt, 0, np.int32),
-        masks_ends_S=masks_ends_S,
-        pooling_S=pick(rows.pooling, 0, np.int32),
-        next_token_T=_next_tokens(plan, scored, bucket_T),
-        any_penalty=flag(rows.penalised[slots]),
-        any_bias=flag(rows.biased[slots]),
-        any_truncation=flag(truncates),
-        any_logprobs=flag(rows.logprobs[slots]),
-        any_prompt_logprobs=flag(scored),
-        any_grammar=flag(rows.grammar[slots]),
-        any_pooling=flag(rows.pooling[slots] > 0),
+    scored_S = rows.prompt_logprobs[slots] & (plan.start_S < rows.num_prompt[slots])
+    return ReadingInputs(
+        pooling_S=_padded(rows.pooling[slots], num_S, 0),
+        next_token_T=_next_tokens(plan, scored_S, bucket_T),
+        any_prompt_logprobs=_any(scored_S),
+        any_pooling=_any(rows.pooling[slots] > 0),
     )
+
+
+def _any(values) -> np.ndarray:
+    return np.array(values.any())
 
 
 def _next_tokens(plan, scored_S, bucket_T):

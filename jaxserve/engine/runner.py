@@ -1,8 +1,8 @@
-"""The table of compiled step programs, and the two verbs the loop uses: dispatch and fetch.
+"""The table of compiled step programs, and the verbs the loop uses: dispatch, constrain, fetch.
 
-Programs are compiled before the first request, one for each bucket of T times {greedy, sampled}.
-A compiled program cannot compile again: a wrong shape or dtype raises. Building the table is the
-warm-up.
+Programs are compiled before the first request: for each bucket of T one for greedy rows and one
+that stops at the logits, and for each number of rows one that chooses tokens from them. A compiled
+program cannot compile again: a wrong shape or dtype raises. Building the table is the warm-up.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ import numpy as np
 
 from jaxserve.engine import pack
 from jaxserve.engine.host_kv import HostKV
-from jaxserve.engine.state import DeviceState, StepOutputs, init_state, row_settings, set_row
-from jaxserve.engine.step import StepSpec, device_step
+from jaxserve.engine.state import (
+    ChoiceInputs,
+    DeviceState,
+    ReadingInputs,
+    Scores,
+    init_state,
+    row_settings,
+    set_row,
+)
+from jaxserve.engine.step import StepSpec, choose_step, greedy_step, score_step
 from jaxserve.engine.wire import Wire
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.plan import StepPlan
@@ -61,21 +69,22 @@ class RunnerShape:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One bucket's compiled step, and how its inputs travel."""
+    """A compiled step, or half of one, and how its inputs travel."""
 
     wire: Wire
     compiled: jax.stages.Compiled
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Pending:
     """A dispatched step; what of its outputs the host will read is on its way."""
 
     plan: StepPlan
-    token_S: jax.Array
-    logprobs: tuple[jax.Array, ...] | None  # of the chosen and the best tokens, by row
-    prompt_logprobs: tuple[jax.Array, ...] | None  # of the prompt's tokens, by token
-    pooled_SD: jax.Array | None
+    token_S: jax.Array | None = None  # None while the device waits for masks
+    logprobs: tuple[jax.Array, ...] | None = None  # of the chosen and the best tokens, by row
+    prompt_logprobs: tuple[jax.Array, ...] | None = None  # of the prompt's tokens, by token
+    pooled_SD: jax.Array | None = None
+    waiting: tuple[jax.Array, ChoiceInputs] | None = None  # the logits that masks are to come for
 
 
 class _CompileCounter:
@@ -108,7 +117,8 @@ class Runner:
         self.rows = pack.RowParams(shape.num_slots)
         self._all_allowed = np.full((shape.num_slots, _mask_words(spec)), -1, np.int32)
         self._allowed = {}  # on the device, by rows: what steps without a grammar are given
-        self.programs: dict[tuple[int, bool], Program] = {}
+        self.programs: dict[tuple[int, bool], Program] = {}  # by (T, whether it stops at logits)
+        self.choosers: dict[int, Program] = {}  # by number of rows
         self.compile_seconds: dict[str, float] = {}
         self.state: DeviceState | None = None
         self._host_kv: HostKV | None = None
@@ -140,13 +150,15 @@ class Runner:
 
         progress(name, done, total) is called as programs finish.
         """
-        specs = [(t, sampled) for t in self.shape.buckets for sampled in (False, True)]
         jobs = {"set_row": self._compile_set_row}
         if self.shape.host_pages:
             jobs["copies to and from the host"] = self._compile_host_copies
-        for bucket_T, sampled in specs:
-            name = f"step T={bucket_T} {'sampled' if sampled else 'greedy'}"
-            jobs[name] = functools.partial(self._compile_step, bucket_T, sampled)
+        for rows in sorted({min(self.shape.num_slots, t) for t in self.shape.buckets}):
+            jobs[f"choice of {rows}"] = functools.partial(self._compile_choice, rows)
+        for bucket_T in self.shape.buckets:
+            for sampled, name in ((False, "greedy"), (True, "logits")):
+                job = functools.partial(self._compile_step, bucket_T, sampled)
+                jobs[f"step T={bucket_T} {name}"] = job
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             futures = {pool.submit(self._timed, name, job): name for name, job in jobs.items()}
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -165,12 +177,16 @@ class Runner:
         # Parameters stay as they lie: one may have an order in memory of its own.
         as_placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format)
         params = jax.tree.map(as_placed, self.params)
-        lowered = jax.jit(step.run, donate_argnums=1).lower(
-            params, _shapes(self.state), *step.inputs
-        )
+        self.programs[bucket_T, sampled] = self._compile(step, params)
+
+    def _compile_choice(self, rows: int) -> None:
+        self.choosers[rows] = self._compile(choice_step(self.spec, self.shape, rows))
+
+    def _compile(self, step: Step, *before) -> Program:
+        jitted = jax.jit(step.run, donate_argnums=len(before))
+        lowered = jitted.lower(*before, _shapes(self.state), *step.inputs)
         options = compiler_options(jax.local_devices()[0].device_kind)
-        compiled = lowered.compile(compiler_options=options)
-        self.programs[bucket_T, sampled] = Program(step.wire, compiled)
+        return Program(step.wire, lowered.compile(compiler_options=options))
 
     def _compile_host_copies(self) -> None:
         self._host_kv = HostKV(self.state.kv_pages, self.shape.host_pages)
@@ -180,23 +196,41 @@ class Runner:
         specs = _shapes((self.state, np.int32(0), row))
         self._set_row = jax.jit(set_row, donate_argnums=0).lower(*specs).compile()
 
-    def dispatch(self, plan: StepPlan, fill_masks=None) -> Pending:
+    def dispatch(self, plan: StepPlan) -> Pending:
         """Sends one step to the device and returns at once.
 
-        fill_masks(plan, allowed_SW): writes the bits of the tokens that rows with a grammar may
-        take next; called when there are such rows. Any exception here or in fetch means that the
-        donated state may be gone: call reset().
+        A step with rows that sample under a grammar goes as far as their logits; constrain sends
+        the rest. Any exception in these or in fetch means that the donated state may be gone: call
+        reset().
         """
         self._copy_pages(plan)
         for slot, sequence in plan.admits:
             self._admit(slot, sequence)
         bucket_T = next(t for t in self.shape.buckets if t >= plan.num_tokens)
-        inputs = pack.pack(plan, self.rows, bucket_T, self.shape.num_slots, self.shape.max_pages)
-        program = self.programs[bucket_T, inputs.sampling is not None]
-        allowed_SW = self._masks(plan, inputs, fill_masks)
-        vector = program.wire.pack(inputs)
-        self.state, outputs = program.compiled(self.params, self.state, vector, allowed_SW)
-        return self._send_back(plan, inputs.sampling, outputs)
+        inputs, choice = pack.pack(
+            plan, self.rows, bucket_T, self.shape.num_slots, self.shape.max_pages
+        )
+        program = self.programs[bucket_T, choice is not None]
+        self.state, outputs = program.compiled(self.params, self.state, program.wire.pack(inputs))
+        if choice is None:
+            pending = Pending(plan, outputs.token_S)
+            _send_back(pending)
+            return pending
+        pending = self._pending_choice(plan, inputs.reading, choice, outputs)
+        if not (self.rows.grammar[plan.slot_S] & plan.samples_S).any():
+            self._choose(pending, self._all_allowed_on_device(len(choice.slot_S)))
+        return pending
+
+    def constrain(self, pending: Pending, fill_masks: Callable[..., None]) -> None:
+        """Sends what dispatch has left of a step with grammars; of others nothing is left.
+
+        fill_masks(plan, allowed_SW): writes the bits of the tokens that rows with a grammar may
+        take next, which takes the tokens of the step before.
+        """
+        if pending.waiting is not None:
+            allowed_SW = self._all_allowed[: len(pending.waiting[1].slot_S)].copy()
+            fill_masks(pending.plan, allowed_SW)
+            self._choose(pending, allowed_SW)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """KV of preempted sequences to the host, then that of returning ones back."""
@@ -206,38 +240,38 @@ class Runner:
             restored = self._host_kv.restore(self.state.kv_pages, plan.swap_in)
             self.state = self.state.replace(kv_pages=restored)
 
-    def _masks(self, plan: StepPlan, inputs, fill_masks):
-        """allowed_SW of the step; without grammars one that lies on the device already."""
-        if inputs.sampling is None:
-            return None
-        rows = len(inputs.slot_S)
-        if not inputs.sampling.any_grammar:
-            if rows not in self._allowed:
-                self._allowed[rows] = jax.device_put(self._all_allowed[:rows])
-            return self._allowed[rows]
-        allowed_SW = self._all_allowed[:rows].copy()
-        fill_masks(plan, allowed_SW)
-        return allowed_SW
+    def _all_allowed_on_device(self, rows: int) -> jax.Array:
+        if rows not in self._allowed:
+            self._allowed[rows] = jax.device_put(self._all_allowed[:rows])
+        return self._allowed[rows]
 
-    def _send_back(self, plan: StepPlan, sampling, outputs: StepOutputs) -> Pending:
-        """Starts the copies of what some row asked for."""
-        logprobs = prompt_logprobs = pooled_SD = None
-        if sampling is not None and sampling.any_logprobs:
-            logprobs = outputs.logprob_S, outputs.top_ids_SK, outputs.top_logprobs_SK
-        if sampling is not None and sampling.any_prompt_logprobs:
-            prompt_logprobs = (
-                outputs.prompt_logprob_T,
-                outputs.prompt_top_ids_TK,
-                outputs.prompt_top_logprobs_TK,
+    @staticmethod
+    def _pending_choice(
+        plan: StepPlan, reading: ReadingInputs, choice: ChoiceInputs, scores: Scores
+    ) -> Pending:
+        """A step that has come to its logits, with what some row wants to know of its prompt."""
+        pending = Pending(plan, waiting=(scores.logits_SV, choice))
+        if reading.any_prompt_logprobs:
+            pending.prompt_logprobs = (
+                scores.prompt_logprob_T,
+                scores.prompt_top_ids_TK,
+                scores.prompt_top_logprobs_TK,
             )
-        if sampling is not None and sampling.any_pooling:
-            pooled_SD = outputs.pooled_SD
-        pending = Pending(plan, outputs.token_S, logprobs, prompt_logprobs, pooled_SD)
-        if jax.default_backend() != "cpu":  # there the host reads the array where it is
-            read = (pending.token_S, logprobs, prompt_logprobs, pooled_SD)
-            for array in jax.tree.leaves(read):
-                array.copy_to_host_async()
+        if reading.any_pooling:
+            pending.pooled_SD = scores.pooled_SD
         return pending
+
+    def _choose(self, pending: Pending, allowed_SW) -> None:
+        """Sends the second half of a step."""
+        (logits_SV, choice), pending.waiting = pending.waiting, None
+        program = self.choosers[len(choice.slot_S)]
+        self.state, outputs = program.compiled(
+            self.state, logits_SV, program.wire.pack(choice), allowed_SW
+        )
+        pending.token_S = outputs.token_S
+        if self.rows.logprobs[pending.plan.slot_S].any():
+            pending.logprobs = outputs.logprob_S, outputs.top_ids_SK, outputs.top_logprobs_SK
+        _send_back(pending)
 
     def _admit(self, slot: int, sequence) -> None:
         self.rows.admit(slot, sequence)
@@ -263,6 +297,14 @@ class Runner:
             pooled = _pooled(plan, np.asarray(pending.pooled_SD))
             result = dataclasses.replace(result, pooled=pooled)
         return result
+
+
+def _send_back(pending: Pending) -> None:
+    """Starts the copies to the host of what some row asked for."""
+    if jax.default_backend() != "cpu":  # there the host reads the array where it is
+        read = (pending.token_S, pending.logprobs, pending.prompt_logprobs, pending.pooled_SD)
+        for array in jax.tree.leaves(read):
+            array.copy_to_host_async()
 
 
 def _prompt_scores(plan: StepPlan, logprob_T, top_ids_TK, top_logprobs_TK):
@@ -291,25 +333,39 @@ def _pooled(plan: StepPlan, pooled_SD) -> dict[int, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketStep:
-    """One bucket's step before it is compiled, whatever the device."""
+class Step:
+    """A step, or half of one, before it is compiled, whatever the device."""
 
     wire: Wire
-    run: Callable  # (params, state, vector, allowed_SW) -> (state, StepOutputs); donate the state
-    inputs: tuple  # vector and allowed_SW as ShapeDtypeStructs; allowed_SW is None when greedy
+    run: Callable  # (what stays, the state to donate, *inputs) -> (state, outputs)
+    inputs: tuple  # ShapeDtypeStructs
 
 
-def bucket_step(spec: StepSpec, shape: RunnerShape, bucket_T: int, sampled: bool) -> BucketStep:
-    """What the runner compiles; tools compile the same for devices that are not here."""
-    example = pack.empty(bucket_T, shape.num_slots, shape.max_pages, sampled=sampled)
+def bucket_step(spec: StepSpec, shape: RunnerShape, bucket_T: int, sampled: bool) -> Step:
+    """What the runner compiles for a bucket; tools compile the same for devices that are not here.
+    run(params, state, vector); sampled: no further than the logits."""
+    example, _ = pack.empty(bucket_T, shape.num_slots, shape.max_pages, sampled=sampled)
     wire = Wire(example)
-    mask = jax.ShapeDtypeStruct((len(example.slot_S), _mask_words(spec)), np.int32)
+    function = score_step if sampled else greedy_step
 
-    def run(params, state, vector, allowed_SW):
-        return device_step(params, state, wire.unpack(vector), allowed_SW, spec)
+    def run(params, state, vector):
+        return function(params, state, wire.unpack(vector), spec)
 
+    return Step(wire, run, (jax.ShapeDtypeStruct(wire.shape, np.int32),))
+
+
+def choice_step(spec: StepSpec, shape: RunnerShape, rows: int) -> Step:
+    """The second half of a step of so many rows. run(state, logits_SV, vector, allowed_SW)."""
+    _, example = pack.empty(rows, shape.num_slots, shape.max_pages, sampled=True)
+    wire = Wire(example)
+
+    def run(state, logits_SV, vector, allowed_SW):
+        return choose_step(state, logits_SV, wire.unpack(vector), allowed_SW)
+
+    logits = jax.ShapeDtypeStruct((rows, spec.model_config.vocab_size), np.float32)
     vector = jax.ShapeDtypeStruct(wire.shape, np.int32)
-    return BucketStep(wire, run, (vector, mask if sampled else None))
+    masks = jax.ShapeDtypeStruct((rows, _mask_words(spec)), np.int32)
+    return Step(wire, run, (logits, vector, masks))
 
 
 def compiler_options(device_kind: str) -> dict[str, str]:

@@ -40,6 +40,17 @@ def _blocks(values_SV, fill):
 def sample(logits_SV, sampling: SamplingInputs, new_position_S):
     """One token a row, int32 [S]. logits_SV: float32, already transformed."""
     greedy_S = greedy(logits_SV)
+    draws_S = (sampling.temperature_S >= _GREEDY_BELOW) & (greedy_S >= 0)
+    drawn_S = jax.lax.cond(
+        jnp.any(draws_S),
+        lambda: _drawn(logits_SV, sampling, new_position_S),
+        lambda: greedy_S,
+    )
+    return jnp.where(draws_S, drawn_S, greedy_S)
+
+
+def _drawn(logits_SV, sampling: SamplingInputs, new_position_S):
+    """A draw for each row from what temperature and truncation leave, int32 [S]."""
     best_S1 = jnp.max(logits_SV, axis=1, keepdims=True)
     # Subtract the maximum before dividing: a tiny temperature then gives 0 and -inf, never NaN.
     temperature_S1 = jnp.maximum(sampling.temperature_S, _GREEDY_BELOW)[:, None]
@@ -47,9 +58,7 @@ def sample(logits_SV, sampling: SamplingInputs, new_position_S):
     below_SV = jax.lax.cond(
         sampling.any_truncation, lambda x: _truncate(x, sampling), lambda x: x, below_SV
     )
-    drawn_S = _draw(jnp.exp(-below_SV), _uniform(sampling.seed_S2, new_position_S))
-    drawn_S = jnp.where(sampling.temperature_S < _GREEDY_BELOW, greedy_S, drawn_S)
-    return jnp.where(greedy_S < 0, greedy_S, drawn_S)
+    return _draw(jnp.exp(-below_SV), _uniform(sampling.seed_S2, new_position_S))
 
 
 def _uniform(seed_S2, position_S):

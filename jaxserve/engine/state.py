@@ -1,4 +1,8 @@
-"""What crosses the jit line: DeviceState (donated), StepInputs (fresh each step), StepOutputs.
+"""What crosses the jit line: DeviceState (donated), inputs (fresh each step), outputs.
+
+A step of greedy rows is one program, StepInputs to StepOutputs. One with other rows is two: the
+first goes from StepInputs to Scores, the second from these and ChoiceInputs to StepOutputs, so that
+the host can work out what grammars allow while the first one runs.
 
 Rows that outlive a step live in DeviceState by slot; what only this step needs comes in StepInputs
 by scheduled row. S is the bucket's number of rows: min(N, T), for a row has at least one token.
@@ -40,28 +44,88 @@ class DeviceState:
     pooled_ND: jax.Array  # float32: sum of the slot's hidden states so far, for mean pooling
 
 
+# How a row samples, as it travels: a column of int32 for each, floats and seeds by their bits.
+SETTINGS = {
+    "temperature": np.float32,  # 0 is greedy
+    "top_k": np.int32,  # 0 is off
+    "top_p": np.float32,  # 1 is off
+    "min_p": np.float32,  # 0 is off
+    "repetition": np.float32,  # 1 is off
+    "presence": np.float32,
+    "frequency": np.float32,
+    "seed_high": np.uint32,  # the two halves of the choice's 64-bit seed
+    "seed_low": np.uint32,
+    "num_prompt": np.int32,
+    "min_tokens": np.int32,
+    "biased": np.int32,  # 1: it has a logit_bias
+    "logprobs": np.int32,  # 1: it wants them
+}
+
+
 @flax.struct.dataclass
 class SamplingInputs:
     """How each scheduled row samples. Padding rows hold the values of a plain greedy row."""
 
-    temperature_S: Any  # float32; 0 is greedy
-    top_k_S: Any  # int32; 0 is off
-    top_p_S: Any  # float32; 1 is off
-    min_p_S: Any  # float32; 0 is off
-    repetition_S: Any  # float32; 1 is off
-    presence_S: Any  # float32
-    frequency_S: Any  # float32
-    seed_S2: Any  # uint32: the two halves of the choice's 64-bit seed
-    num_prompt_S: Any  # int32
+    temperature_S: Any  # as in SETTINGS
+    top_k_S: Any
+    top_p_S: Any
+    min_p_S: Any
+    repetition_S: Any
+    presence_S: Any
+    frequency_S: Any
+    seed_S2: Any
+    num_prompt_S: Any
     masks_ends_S: Any  # bool: min_tokens not reached yet
-    pooling_S: Any  # int32: 0 is off, else 1 + the place in types.POOLINGS
-    next_token_T: Any  # int32: the prompt token after each, for prompt log-probabilities
     any_penalty: Any  # bool scalars: what no row asks for is not computed
     any_bias: Any
     any_truncation: Any
     any_logprobs: Any
-    any_prompt_logprobs: Any
-    any_grammar: Any
+
+    @classmethod
+    def of(cls, settings_SF, new_position_S) -> SamplingInputs:
+        """From what travels; inside a compiled program."""
+        column = {
+            name: jax.lax.bitcast_convert_type(settings_SF[:, at], dtype)
+            for at, (name, dtype) in enumerate(SETTINGS.items())
+        }
+        penalised_S = (column["repetition"] != 1) | (column["presence"] != 0)
+        penalised_S |= column["frequency"] != 0
+        truncated_S = (column["top_k"] > 0) | (column["top_p"] < 1) | (column["min_p"] > 0)
+        return cls(
+            temperature_S=column["temperature"],
+            top_k_S=column["top_k"],
+            top_p_S=column["top_p"],
+            min_p_S=column["min_p"],
+            repetition_S=column["repetition"],
+            presence_S=column["presence"],
+            frequency_S=column["frequency"],
+            seed_S2=jnp.stack([column["seed_high"], column["seed_low"]], axis=1),
+            num_prompt_S=column["num_prompt"],
+            masks_ends_S=new_position_S - column["num_prompt"] < column["min_tokens"],
+            any_penalty=jnp.any(penalised_S),
+            any_bias=jnp.any(column["biased"] != 0),
+            any_truncation=jnp.any(truncated_S),
+            any_logprobs=jnp.any(column["logprobs"] != 0),
+        )
+
+
+@flax.struct.dataclass
+class ChoiceInputs:
+    """The second half of a step that samples: who sits in each of S rows, and how it samples."""
+
+    slot_S: Any  # as in StepInputs
+    new_position_S: Any
+    samples_S: Any
+    settings_SF: Any  # int32, F of SETTINGS
+
+
+@flax.struct.dataclass
+class ReadingInputs:
+    """What some rows want to know of their prompts."""
+
+    pooling_S: Any  # int32: 0 is off, else 1 + the place in types.POOLINGS
+    next_token_T: Any  # int32: the prompt token after each, for prompt log-probabilities
+    any_prompt_logprobs: Any  # bool scalars
     any_pooling: Any
 
 
@@ -77,7 +141,18 @@ class StepInputs:
     new_position_S: Any  # position of the token the row brings
     samples_S: Any  # bool
     batch: RaggedBatch
-    sampling: SamplingInputs | None  # None selects the greedy-only program
+    reading: ReadingInputs | None  # None selects the greedy-only program
+
+
+@flax.struct.dataclass
+class Scores:
+    """What the first half of a step that samples hands on."""
+
+    logits_SV: jax.Array  # float32: for the second half
+    prompt_logprob_T: jax.Array  # float32: of the token after each, where it is known
+    prompt_top_ids_TK: jax.Array  # int32, K = MAX_LOGPROBS
+    prompt_top_logprobs_TK: jax.Array  # float32
+    pooled_SD: jax.Array  # float32: of the row's tokens up to here
 
 
 @flax.struct.dataclass
@@ -88,10 +163,6 @@ class StepOutputs:
     logprob_S: jax.Array | None = None  # float32
     top_ids_SK: jax.Array | None = None  # int32, K = MAX_LOGPROBS
     top_logprobs_SK: jax.Array | None = None  # float32
-    prompt_logprob_T: jax.Array | None = None  # float32: of the token after each, where it is known
-    prompt_top_ids_TK: jax.Array | None = None
-    prompt_top_logprobs_TK: jax.Array | None = None
-    pooled_SD: jax.Array | None = None  # float32: of the row's tokens up to here
 
 
 @flax.struct.dataclass

@@ -1,8 +1,10 @@
-"""device_step: what one compiled program computes. Pure; jitted and compiled ahead by runner.py.
+"""What a step computes. Pure functions; jitted and compiled ahead by runner.py.
 
 tokens (from the host, or last_token_N) -> family.forward -> rows that sample -> logits transforms
--> sample -> last_token_N. Rows and tokens past the batch's own are padding: they compute finite
-rubbish that nothing reads and write nowhere a real row can see.
+-> sample -> last_token_N. greedy_step is all of it for rows that want the best token and nothing
+else; for others score_step goes as far as the logits and choose_step on from there. Rows and tokens
+past the batch's own are padding: they compute finite rubbish that nothing reads and write nowhere
+a real row can see.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ import jax.numpy as jnp
 
 from jaxserve.engine import logits as logit_transforms
 from jaxserve.engine import sample as sampling_op
-from jaxserve.engine.state import DeviceState, StepInputs, StepOutputs
+from jaxserve.engine.state import (
+    ChoiceInputs,
+    DeviceState,
+    SamplingInputs,
+    Scores,
+    StepInputs,
+    StepOutputs,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.types import MAX_LOGPROBS, POOLINGS
 
@@ -32,15 +41,72 @@ class StepSpec:
     num_tokens: int  # ids the tokenizer knows; the head's other rows are padding
 
 
-def device_step(params, state: DeviceState, inputs: StepInputs, allowed_SW, spec: StepSpec):
+def greedy_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
     """One step over inputs' T tokens. DONATES state.
-
-    allowed_SW: int32 bits of the tokens that each row's grammar allows, for sampled programs.
 
     Returns:
       (DeviceState, StepOutputs): pages hold the new K and V, last_token_N the new tokens of rows
       that sample.
     """
+    state, hidden_TD = _forward(params, state, inputs, spec)
+    token_S = sampling_op.greedy(_logits(params, hidden_TD, inputs, spec))
+    return _remember(state, inputs, token_S), StepOutputs(token_S)
+
+
+def score_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
+    """The first half of a step over inputs' T tokens. DONATES state.
+
+    Returns:
+      (DeviceState, Scores): pages hold the new K and V; the logits are for choose_step.
+    """
+    state, hidden_TD = _forward(params, state, inputs, spec)
+    logits_SV = _logits(params, hidden_TD, inputs, spec)
+    pooled_ND, pooled_SD = jax.lax.cond(
+        inputs.reading.any_pooling,
+        lambda sums_ND: _pool(sums_ND, inputs, hidden_TD),
+        lambda sums_ND: (sums_ND, jnp.zeros((logits_SV.shape[0], sums_ND.shape[1]))),
+        state.pooled_ND,
+    )
+    scores = jax.lax.cond(
+        inputs.reading.any_prompt_logprobs,
+        lambda: _score_prompt(params, spec, hidden_TD, inputs),
+        lambda: _no_scores(hidden_TD.shape[0]),
+    )
+    return state.replace(pooled_ND=pooled_ND), Scores(logits_SV, *scores, pooled_SD)
+
+
+def choose_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW):
+    """The second half of a step. DONATES state.
+
+    allowed_SW: int32 bits of the tokens that each row's grammar allows.
+
+    Returns:
+      (DeviceState, StepOutputs): last_token_N and the histories hold the new tokens of rows that
+      sample.
+    """
+    sampling = SamplingInputs.of(inputs.settings_SF, inputs.new_position_S)
+    # In both branches: one that only passed the logits on would copy them.
+    masked = lambda: logit_transforms.mask_grammar(logits_SV, allowed_SW)
+    shaped_SV = jax.lax.cond(
+        logit_transforms.any_transform(sampling),
+        lambda: logit_transforms.transform(
+            masked(), state, sampling, inputs.slot_S, inputs.new_position_S
+        ),
+        masked,
+    )
+    token_S = sampling_op.sample(shaped_SV, sampling, inputs.new_position_S)
+    # Reported log-probabilities are the model's own, before penalties and temperature.
+    logprobs = jax.lax.cond(
+        sampling.any_logprobs,
+        lambda: sampling_op.top_logprobs(logits_SV, token_S, MAX_LOGPROBS),
+        lambda: _no_scores(token_S.shape[0]),
+    )
+    state = state.replace(history_NM=_append(state.history_NM, inputs, token_S))
+    return _remember(state, inputs, token_S), StepOutputs(token_S, *logprobs)
+
+
+def _forward(params, state, inputs, spec):
+    """(state with the new K and V, hidden states [T, D])."""
     token_ids_T = jnp.where(
         inputs.token_ids_T < 0, state.last_token_N[inputs.slot_T], inputs.token_ids_T
     )
@@ -51,28 +117,23 @@ def device_step(params, state: DeviceState, inputs: StepInputs, allowed_SW, spec
             q_THE, k_TJE, v_TJE, kv_pages, inputs.batch, backend=backend, **options
         )
 
-    family, config = spec.family, spec.model_config
-    hidden_TD, kv_pages = family.forward(
-        params, config, token_ids_T, inputs.positions_T, state.kv_pages, attend
+    hidden_TD, kv_pages = spec.family.forward(
+        params, spec.model_config, token_ids_T, inputs.positions_T, state.kv_pages, attend
     )
-    state = state.replace(kv_pages=kv_pages)
-    logits_SV = family.logits(params, config, hidden_TD[inputs.last_T_S])
-    logits_SV = logit_transforms.mask_padded_vocabulary(logits_SV, spec.num_tokens)
-    if inputs.sampling is None:
-        outputs = StepOutputs(token_S=sampling_op.greedy(logits_SV))
-    else:
-        outputs = _sampled(params, state, inputs, allowed_SW, spec, hidden_TD, logits_SV)
-        state = state.replace(history_NM=_append(state.history_NM, inputs, outputs.token_S))
-        pooled_ND, pooled_SD = jax.lax.cond(
-            inputs.sampling.any_pooling,
-            lambda sums_ND: _pool(sums_ND, inputs, hidden_TD),
-            lambda sums_ND: (sums_ND, jnp.zeros((logits_SV.shape[0], sums_ND.shape[1]))),
-            state.pooled_ND,
-        )
-        state, outputs = state.replace(pooled_ND=pooled_ND), outputs.replace(pooled_SD=pooled_SD)
-    newest_S = jnp.where(inputs.samples_S, outputs.token_S, state.last_token_N[inputs.slot_S])
+    return state.replace(kv_pages=kv_pages), hidden_TD
+
+
+def _logits(params, hidden_TD, inputs, spec):
+    """float32 [S, V] at each row's last token."""
+    logits_SV = spec.family.logits(params, spec.model_config, hidden_TD[inputs.last_T_S])
+    return logit_transforms.mask_padded_vocabulary(logits_SV, spec.num_tokens)
+
+
+def _remember(state, inputs, token_S):
+    """The new tokens of rows that sample become their slots' newest."""
+    newest_S = jnp.where(inputs.samples_S, token_S, state.last_token_N[inputs.slot_S])
     last_token_N = state.last_token_N.at[inputs.slot_S].set(newest_S, mode="drop")
-    return state.replace(last_token_N=last_token_N), outputs
+    return state.replace(last_token_N=last_token_N)
 
 
 def _append(history_NM, inputs, token_S):
@@ -87,7 +148,7 @@ def _pool(sums_ND, inputs, hidden_TD):
     A row's states are added one by one in the order of its tokens wherever the backend's scatter
     keeps it, so a prompt's chunks do not show in its mean; on CPU to the last bit.
     """
-    kind_S, num_slots = inputs.sampling.pooling_S, sums_ND.shape[0]
+    kind_S, num_slots = inputs.reading.pooling_S, sums_ND.shape[0]
     averaged_S = kind_S == 1 + POOLINGS.index("mean")
     cu_q_len_S1, end_S = inputs.batch.cu_q_len_S1, inputs.new_position_S
     begins_S = averaged_S & (end_S == cu_q_len_S1[1:] - cu_q_len_S1[:-1])
@@ -99,33 +160,6 @@ def _pool(sums_ND, inputs, hidden_TD):
     sums_ND = sums_ND.at[into_T].add(hidden_TD, mode="drop")
     mean_SD = sums_ND[inputs.slot_S] / jnp.maximum(end_S, 1)[:, None].astype(jnp.float32)
     return sums_ND, jnp.where(averaged_S[:, None], mean_SD, hidden_TD[inputs.last_T_S])
-
-
-def _sampled(params, state, inputs, allowed_SW, spec, hidden_TD, logits_SV) -> StepOutputs:
-    sampling = inputs.sampling
-    shaped_SV = logit_transforms.transform(
-        logits_SV, state, sampling, inputs.slot_S, inputs.new_position_S
-    )
-    shaped_SV = jax.lax.cond(
-        sampling.any_grammar,
-        lambda x: logit_transforms.mask_grammar(x, allowed_SW),
-        lambda x: x,
-        shaped_SV,
-    )
-    token_S = sampling_op.sample(shaped_SV, sampling, inputs.new_position_S)
-    rows = token_S.shape[0]
-    # Reported log-probabilities are the model's own, before penalties and temperature.
-    logprob_S, top_ids_SK, top_logprobs_SK = jax.lax.cond(
-        sampling.any_logprobs,
-        lambda: sampling_op.top_logprobs(logits_SV, token_S, MAX_LOGPROBS),
-        lambda: _no_scores(rows),
-    )
-    scores = jax.lax.cond(
-        sampling.any_prompt_logprobs,
-        lambda: _score_prompt(params, spec, hidden_TD, inputs),
-        lambda: _no_scores(hidden_TD.shape[0]),
-    )
-    return StepOutputs(token_S, logprob_S, top_ids_SK, top_logprobs_SK, *scores)
 
 
 def _no_scores(rows: int):
@@ -148,6 +182,6 @@ def _score_prompt(params, spec, hidden_TD, inputs):
 
     chunks = (
         hidden_TD.reshape(-1, block, hidden_TD.shape[1]),
-        inputs.sampling.next_token_T.reshape(-1, block),
+        inputs.reading.next_token_T.reshape(-1, block),
     )
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(score, chunks))

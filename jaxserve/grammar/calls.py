@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from jaxserve.grammar.schema import ANNOTATIONS, check_schema
-from jaxserve.grammar.spec import GrammarRefused, GrammarSpec, bounded, schema_options
-from jaxserve.tokenizer.tools.tagged import kinds_of
+from jaxserve.grammar.arguments import as_json, as_python, as_tags
+from jaxserve.grammar.gemma import RULES as GEMMA_RULES
+from jaxserve.grammar.gemma import as_gemma
+from jaxserve.grammar.schema import check_schema
+from jaxserve.grammar.spec import GrammarRefused, GrammarSpec, bounded
 
 NAME, ARGUMENTS = "<NAME>", "<ARGUMENTS>"  # no tool's name holds < or >
 MAX_CALLS = 32  # of a forced answer: small models know no end
 SPACES = r"/[ \t\r\n]{0,8}/"
 _JSON_SYMBOLS = re.compile(r'"[^"]*"|[^"]')
-DEFINITIONS = ("$defs", "definitions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +109,11 @@ def _call_rules(calls: Calls) -> dict[str, str]:
     form, literal = _format(calls), _Literal(calls.control)
     rules, ways = dict(form.rules), []
 
-    def part(expression: str) -> str:
+    def part(expression: str, name: str = "") -> str:
         """Names an expression that stands in several places."""
-        rules[f"part_{len(rules)}"] = expression
-        return f"part_{len(rules) - 1}"
+        name = name or f"part_{len(rules)}"
+        rules[name] = expression
+        return name
 
     for name, schema in calls.functions.items():
         before, after = form.call.replace(NAME, name).split(ARGUMENTS)
@@ -142,81 +143,6 @@ def _checked(name: str, schema: dict | None) -> dict:
     return {**schema, "type": "object"}
 
 
-# ---- arguments, in each way of writing them
-
-
-def _json_arguments(name: str, schema: dict, literal, part) -> str:
-    return _json(schema)
-
-
-def _python_arguments(name: str, schema: dict, literal, part) -> str:
-    """key=value, ... with JSON values, of which the parser reads true, false and null too."""
-    parts = []
-    for key, value, required in _properties(name, schema, "pythonic"):
-        if not key.isidentifier() or keyword.iskeyword(key):
-            raise GrammarRefused(f"{name}.parameters: {key!r} cannot be an argument's name")
-        parts.append((part(f"{literal(f'{key}=')} {_json(value)}"), required))
-    return _in_order(parts, literal(", "))
-
-
-def _tagged_arguments(name: str, schema: dict, literal, part) -> str:
-    """<parameter=key> value </parameter>, a line each: bare text for strings, else JSON."""
-    parts = []
-    for key, value, required in _properties(name, schema, "qwen3_coder"):
-        if re.search(r"[<>\n]", key):
-            raise GrammarRefused(f"{name}.parameters: {key!r} cannot be an argument's name")
-        text = _bare_text(f"{name}.parameters / {key}", value, literal)
-        shown = f"{literal(f'<parameter={key}>' + chr(10))} {text}"
-        parts.append(f"{shown}" if required else f"({shown})?")
-    return " ".join(parts)
-
-
-def _bare_text(where: str, schema: dict | bool, literal) -> str:
-    """A value and the end of its tag."""
-    end = "\n</parameter>\n"
-    if kinds_of(schema) != {"string"}:
-        return f"{_json(schema)} {literal(end)}"
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if unknown := sorted(schema.keys() - {"type", "enum", "const", *DEFINITIONS, *ANNOTATIONS}):
-        raise GrammarRefused(f"{where}: {unknown[0]!r} is not enforced in qwen3_coder calls")
-    if values is None:
-        return "bare_text"
-    texts = [value for value in values if isinstance(value, str) and "</parameter>" not in value]
-    if not texts:
-        raise GrammarRefused(f"{where}: no value that can be written as bare text")
-    return f"({' | '.join(literal(text + end) for text in texts)})"
-
-
-def _in_order(parts: list[tuple[str, bool]], comma: str) -> str:
-    """The parts, each with whether it must be there, in this order with commas between."""
-    beginnings = []
-    for i, (part, required) in enumerate(parts):
-        rest = [f"{comma} {p}" if needed else f"({comma} {p})?" for p, needed in parts[i + 1 :]]
-        beginnings.append(" ".join([part, *rest]))
-        if required:
-            return f"({' | '.join(beginnings)})"
-    return f"({' | '.join(beginnings)})?" if beginnings else ""
-
-
-def _properties(name: str, schema: dict, format: str) -> Iterable[tuple[str, dict | bool, bool]]:
-    """(key, its schema, whether it is required) of each property, in the schema's order."""
-    properties = schema.get("properties", {})
-    known = {"type", "properties", "required", "additionalProperties", *DEFINITIONS, *ANNOTATIONS}
-    if unknown := sorted(schema.keys() - known):
-        raise GrammarRefused(f"{name}.parameters: {unknown[0]!r} is not enforced in {format} calls")
-    if missing := sorted(set(schema.get("required", ())) - properties.keys()):
-        raise GrammarRefused(f"{name}.parameters: {missing[0]!r} is required and no property")
-    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
-    for key, value in properties.items():
-        value = {**definitions, **value} if isinstance(value, dict) else value
-        yield key, value, key in schema.get("required", ())
-
-
-def _json(schema: dict | bool) -> str:
-    schema = {} if schema is True else schema
-    return f"%json {json.dumps({**schema, **schema_options()}, ensure_ascii=False)}"
-
-
 # ---- formats
 
 
@@ -232,7 +158,7 @@ class CallFormat:
     """
 
     call: str
-    arguments: Callable[..., str] = _json_arguments
+    arguments: Callable[..., str] = as_json
     mark: str = ""
     begin: str = ""
     between: str = ""
@@ -277,11 +203,18 @@ FORMATS = {
         call=f"\n<function={NAME}>\n{ARGUMENTS}</function>\n</tool_call>",
         between="\n",
         repeats=True,
-        arguments=_tagged_arguments,
+        arguments=as_tags,
         rules={"bare_text[lazy]": r"/(.|\n)*\n<\/parameter>\n/"},
     ),
+    "gemma4": CallFormat(
+        mark="<|tool_call>",
+        call=f"call:{NAME}{{{ARGUMENTS}}}<tool_call|>",
+        repeats=True,
+        arguments=as_gemma,
+        rules=GEMMA_RULES,
+    ),
     "pythonic": CallFormat(
-        begin="[", call=f"{NAME}({ARGUMENTS})", between=", ", end="]", arguments=_python_arguments
+        begin="[", call=f"{NAME}({ARGUMENTS})", between=", ", end="]", arguments=as_python
     ),
 }
 # Vocabularies with [ARGS] belong to the newer models.
@@ -312,6 +245,9 @@ class _Literal:
     def __call__(self, text: str) -> str:
         pieces = self._cut.split(text) if self._cut else [text]
         return " ".join(map(self._piece, filter(None, pieces)))
+
+    def is_token(self, text: str) -> bool:
+        return text in self._control
 
     def _piece(self, piece: str) -> str:
         if piece in self._control:

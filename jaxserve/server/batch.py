@@ -30,13 +30,13 @@ def run(
     engine,
     *,
     in_flight: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[str, int, int], None] = lambda item, done, total: None,
 ) -> int:
     """Runs every line of source that target lacks; the number of lines that failed.
 
-    in_flight: lines at once; default: what the engine's queue takes. progress(done, total) is
-    called after each line. Raises ValueError for lines that are not requests, before anything runs,
-    and EngineFailed when the engine has ended; what is in target then stays.
+    in_flight: lines at once; default: what the engine's queue takes. progress(custom_id, done,
+    total) is called after each line. Raises ValueError for lines that are not requests, before
+    anything runs, and EngineFailed when the engine has ended; what is in target then stays.
     """
     source, target = pathlib.Path(source), pathlib.Path(target)
     return asyncio.run(_run(source, target, engine, in_flight, progress))
@@ -60,7 +60,7 @@ async def _run(source, target, engine, in_flight, progress) -> int:
             output.flush()
             failed += result["response"]["status_code"] != 200
             done += 1
-            progress(done, len(lines))
+            progress(line["custom_id"], done, len(lines))
 
         try:
             async with asyncio.TaskGroup() as group:

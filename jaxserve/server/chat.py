@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from jaxserve.server import sse
 from jaxserve.server.errors import json_response
@@ -38,7 +38,7 @@ async def chat_completions(request: Request):
     answer = Answer(service, body, work_of(request, "chatcmpl-", [prompt], params, body), style)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id)
-    return json_response(await run_while_connected(request, answer.whole()))
+    return await run_while_connected(request, answer.whole())
 
 
 class Answer:
@@ -59,22 +59,29 @@ class Answer:
             "system_fingerprint": None,
         }
 
-    async def whole(self) -> dict:
+    async def whole(self) -> Response:
         choices, tally = await collect(self._service, self._work)
+        return await self._service.in_thread(self._shaped, choices, tally)
+
+    def _shaped(self, choices: list[Choice], tally: Tally) -> Response:
+        """For a thread: calls are parsed, and log-probabilities may be many."""
         answer = {
             **self._envelope("chat.completion"),
-            "choices": [await self._choice(choice) for choice in choices],
+            "choices": [self._choice(choice) for choice in choices],
             "usage": tally.usage(),
         }
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._work.prompts[0]
+            for shaped, choice in zip(answer["choices"], choices):
+                shaped["token_ids"] = choice.token_ids
         if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_scores(
                 self._service.tokenizer, choices[0].prompt_logprobs, self._body.prompt_logprobs
             )
-        return answer
+        return json_response(answer)
 
-    async def _choice(self, choice: Choice) -> dict:
-        text = "".join(choice.text)
-        reply = await self._service.in_thread(Reply.of, self._style, text)
+    def _choice(self, choice: Choice) -> dict:
+        reply = Reply.of(self._style, "".join(choice.text))
         message = {"role": "assistant", "content": reply.content, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -106,14 +113,20 @@ class Answer:
                     tally.add(prompt_index, delta)
                     if delta.index not in speeches:
                         speeches[delta.index] = self._style.speech()
-                        opening = {"role": "assistant", "content": "", "refusal": None}
-                        chunks.append(writer.choice(_chunk(delta.index, opening)))
+                        chunks.append(writer.choice(self._opening(delta.index)))
                     chunks += map(writer.choice, self._chunks(delta, speeches[delta.index]))
                 if chunks:
                     yield b"".join(chunks)
         if self._body.include_usage:
             yield writer.last(tally.usage())
         yield sse.DONE
+
+    def _opening(self, index: int) -> dict:
+        """A choice's first chunk."""
+        chunk = _chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        if self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._work.prompts[0]
+        return chunk
 
     def _chunks(self, delta: OutputDelta, speech: Speech) -> list[dict]:
         """The parts of the delta's text, a chunk each, and its end as another."""
@@ -124,6 +137,9 @@ class Answer:
         if self._body.logprobs and delta.logprobs:
             chunks = chunks or [_chunk(delta.index, {"content": ""})]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
+        if self._body.return_token_ids and delta.token_ids:
+            chunks = chunks or [_chunk(delta.index, {"content": ""})]
+            chunks[0]["token_ids"] = delta.token_ids
         if ended:
             reason = _reason(finish_name(delta.finish_reason), speech.num_calls)
             end = _chunk(delta.index, {}) | {"finish_reason": reason}

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from jaxserve.server import sse
 from jaxserve.server.errors import json_response
@@ -34,7 +34,7 @@ async def completions(request: Request):
     answer = Answer(service, body, work)
     if body.stream:
         return sse.EventStream(answer.stream(), request.state.request_id)
-    return json_response(await run_while_connected(request, answer.whole()))
+    return await run_while_connected(request, answer.whole())
 
 
 class Answer:
@@ -52,16 +52,20 @@ class Answer:
             "system_fingerprint": None,
         }
 
-    async def whole(self) -> dict:
+    async def whole(self) -> Response:
         choices, tally = await collect(self._service, self._work)
-        shaped = [await self._choice(choice) for choice in choices]
-        return {**self._envelope, "choices": shaped, "usage": tally.usage()}
+        return await self._service.in_thread(self._shaped, choices, tally)
 
-    async def _choice(self, choice: Choice) -> dict:
+    def _shaped(self, choices: list[Choice], tally: Tally) -> Response:
+        """For a thread: a long prompt's log-probabilities are many."""
+        shaped = [self._choice(choice) for choice in choices]
+        return json_response({**self._envelope, "choices": shaped, "usage": tally.usage()})
+
+    def _choice(self, choice: Choice) -> dict:
         text = "".join(choice.text)
         ids, scores = choice.token_ids, choice.logprobs
         if self._body.echo:
-            text = await self._prompt_text(choice.prompt_index) + text
+            text = self._prompt_text(choice.prompt_index) + text
             ids = self._work.prompts[choice.prompt_index] + ids
             scores = self._echo_scores(choice.prompt_index, choice.prompt_logprobs) + scores
         shaped = {
@@ -71,6 +75,9 @@ class Answer:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._body.return_token_ids:
+            shaped["prompt_token_ids"] = self._work.prompts[choice.prompt_index]
+            shaped["token_ids"] = choice.token_ids
         if self._body.prompt_logprobs is not None:
             shaped["prompt_logprobs"] = prompt_scores(
                 self._service.tokenizer, choice.prompt_logprobs, self._body.prompt_logprobs
@@ -94,14 +101,16 @@ class Answer:
                         scores[prompt_index] = delta.prompt_logprobs
                     index = prompt_index * self._work.params.n + delta.index
                     scorer = scorers.setdefault(index, self._scorer()) if self._scored else None
-                    if self._body.echo and index not in started:
-                        known = scores.get(prompt_index)
-                        chunks.append(
-                            writer.choice(await self._echo(index, prompt_index, scorer, known))
-                        )
+                    first = index not in started
                     started.add(index)
+                    if first and self._body.echo:
+                        echo = (index, prompt_index, scorer, scores.get(prompt_index))
+                        chunk = await self._service.in_thread(self._echo, *echo)
+                        chunks.append(writer.choice(chunk))
                     chunk = self._chunk(index, delta, scorer)
                     if chunk is not None:
+                        if first and self._body.return_token_ids:
+                            chunk["prompt_token_ids"] = self._work.prompts[prompt_index]
                         chunks.append(writer.choice(chunk))
                 if chunks:
                     yield b"".join(chunks)
@@ -109,19 +118,22 @@ class Answer:
             yield writer.last(tally.usage())
         yield sse.DONE
 
-    async def _echo(self, index, prompt_index, scorer, known) -> dict:
+    def _echo(self, index, prompt_index, scorer, known) -> dict:
         """The prompt as a choice's first chunk."""
         ids, logprobs = self._work.prompts[prompt_index], None
         if scorer is not None:
             logprobs = scorer.piece(ids, self._echo_scores(prompt_index, known))
-        return _chunk_of(index, await self._prompt_text(prompt_index), logprobs)
+        return _chunk_of(index, self._prompt_text(prompt_index), logprobs)
 
     def _chunk(self, index: int, delta: OutputDelta, scorer) -> dict | None:
         """One chunk's choice; None when the delta has nothing to show yet."""
         logprobs = scorer.piece(delta.token_ids, delta.logprobs) if delta.logprobs else None
-        if not delta.text and logprobs is None and delta.finish_reason is None:
+        ids = delta.token_ids if self._body.return_token_ids else ()
+        if not (delta.text or logprobs or ids) and delta.finish_reason is None:
             return None
         chunk = _chunk_of(index, delta.text, logprobs)
+        if self._body.return_token_ids:
+            chunk["token_ids"] = ids
         if delta.finish_reason is not None:
             chunk["finish_reason"] = finish_name(delta.finish_reason)
             chunk["stop_reason"] = delta.stop_reason
@@ -143,15 +155,15 @@ class Answer:
             skip_special_tokens=self._work.params.skip_special_tokens,
         )
 
-    async def _prompt_text(self, prompt_index: int) -> str:
-        """The prompt as it was sent, or its ids as text."""
+    def _prompt_text(self, prompt_index: int) -> str:
+        """The prompt as it was sent, or its ids as text; that is for a thread."""
         prompt = self._body.prompt
         if isinstance(prompt, str):
             return prompt
         if isinstance(prompt[prompt_index], str):
             return prompt[prompt_index]
         ids, skip = self._work.prompts[prompt_index], self._work.params.skip_special_tokens
-        return await self._service.in_thread(self._service.tokenizer.decode, ids, skip)
+        return self._service.tokenizer.decode(ids, skip)
 
 
 def _chunk_of(index: int, text: str, logprobs: dict | None) -> dict:

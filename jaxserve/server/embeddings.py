@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.generation import Choice, collect, work_of
@@ -41,19 +41,20 @@ async def embeddings(request: Request):
     prompts = await service.encode_prompts(body.input, special=special, field="input")
     work = work_of(request, "embd-", prompts, params, body)
     choices, tally = await run_while_connected(request, collect(service, work))
-    as_text = body.encoding_format == "base64"
-    data = await service.in_thread(lambda: [_entry(choice, as_text) for choice in choices])
-    count = tally.prompt_tokens
-    return json_response(
-        {
-            "object": "list",
-            "model": service.engine.model_name,
-            "data": data,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-            "pooling": params.pooling,
-            "trained_for_embeddings": False,
-        }
-    )
+    content = {
+        "object": "list",
+        "model": service.engine.model_name,
+        "data": None,
+        "usage": {"prompt_tokens": tally.prompt_tokens, "total_tokens": tally.prompt_tokens},
+        "pooling": params.pooling,
+        "trained_for_embeddings": False,
+    }
+    return await service.in_thread(_answer, content, choices, body.encoding_format == "base64")
+
+
+def _answer(content: dict, choices: list[Choice], as_text: bool) -> Response:
+    """For a thread: a thousand vectors are millions of digits."""
+    return json_response(content | {"data": [_entry(choice, as_text) for choice in choices]})
 
 
 def _entry(choice: Choice, as_text: bool) -> dict:

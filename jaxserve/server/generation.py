@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from jaxserve.obs.metrics import Stopwatch
 from jaxserve.obs.tracing import CONTEXT_HEADERS, RequestSpan
+from jaxserve.server.errors import ApiError
 from jaxserve.server.service import Service, caller_of, service_of
 from jaxserve.types import (
     FinishReason,
@@ -29,6 +30,8 @@ from jaxserve.types import (
 # Prompts of one request that the engine has at once. The others wait here, where they take no place
 # in the queue that all clients share.
 MAX_IN_FLIGHT = 128
+# Of one answer, alternatives and repetition for each choice included: some 100 MB of JSON.
+MAX_PROMPT_SCORES = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +57,17 @@ class Work:
 def work_of(
     request: Request, prefix: str, prompts: list[list[int]], params: SamplingParams, body=None
 ) -> Work:
-    """The Work of an HTTP request. prefix: of its id; body: with vLLM's extras, if it has them."""
+    """The Work of an HTTP request. prefix: of its id; body: with vLLM's extras, if it has them.
+    Raises ApiError for more log-probabilities of prompts than an answer may hold."""
     service = service_of(request)
+    if params.prompt_logprobs is not None:
+        count = params.n * (1 + params.prompt_logprobs) * sum(map(len, prompts))
+        if count > MAX_PROMPT_SCORES:
+            message = (
+                f"{count} log-probabilities of prompt tokens in one answer; at most "
+                f"{MAX_PROMPT_SCORES}: ask for fewer prompts, choices or alternatives"
+            )
+            raise ApiError(400, message, "invalid_value", "logprobs")
     extra = lambda name: getattr(body, name, None)
     return Work(
         id=prefix + request.state.request_id,

@@ -151,6 +151,7 @@ class CompletionRequest(Generating):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    return_token_ids: bool | None = None
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -221,6 +222,7 @@ class ChatRequest(Generating):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
 
     def check_fields(self) -> None:
         super().check_fields()

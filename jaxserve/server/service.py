@@ -180,7 +180,6 @@ class Service:
         """Refuses empty prompts, unknown ids, and prompts that leave no room for a token."""
         if not ids:
             raise ApiError(400, f"The {param} has no tokens.", "invalid_value", param)
-        self.check_ids(ids, param)
         limit = self.engine.max_model_len
         if len(ids) >= limit:
             message = (
@@ -188,6 +187,7 @@ class Service:
                 "room for output. Shorten it."
             )
             raise ApiError(400, message, "context_length_exceeded", param)
+        self.check_ids(ids, param)  # only now: millions would take a while to look at
 
 
 def _parse(body: bytes, kind: type[Body]) -> Body:

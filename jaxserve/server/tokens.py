@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+import functools
+from collections.abc import Callable
+
+from fastapi import APIRouter, Request, Response
 
 from jaxserve.server.errors import ApiError, json_response
 from jaxserve.server.messages import encode_chat
 from jaxserve.server.openapi import takes
 from jaxserve.server.protocol import DetokenizeRequest, TokenizeRequest
-from jaxserve.server.service import service_of
+from jaxserve.server.service import Service, service_of
 
 router = APIRouter()
 
@@ -23,19 +26,23 @@ async def tokenize(request: Request):
         raise ApiError(400, "Give either prompt or messages.", "invalid_value", "prompt")
     if body.messages is not None:
         tokens = await encode_chat(service, body)
+        encode = lambda: tokens
     else:
         service.check_chars(len(body.prompt), "prompt")
         special = body.add_special_tokens is not False
-        tokens = await service.in_thread(service.tokenizer.encode, body.prompt, special)
-    texts = None
-    if body.return_token_strs:
-        texts = [service.tokenizer.token_text(token) for token in tokens]
+        encode = functools.partial(service.tokenizer.encode, body.prompt, special)
+    return await service.in_thread(_tokens, service, encode, bool(body.return_token_strs))
+
+
+def _tokens(service: Service, encode: Callable[[], list[int]], with_texts: bool) -> Response:
+    """The answer, for a thread: a million ids take a while to make, to write and to forget."""
+    tokens = encode()
     return json_response(
         {
             "count": len(tokens),
             "max_model_len": service.engine.max_model_len,
             "tokens": tokens,
-            "token_strs": texts,
+            "token_strs": list(map(service.tokenizer.token_text, tokens)) if with_texts else None,
         }
     )
 
@@ -46,9 +53,13 @@ async def detokenize(request: Request):
     service = service_of(request)
     body = await service.parse(request, DetokenizeRequest)
     service.check_model(body.model)
-    service.check_ids(body.tokens, "tokens")
-    text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
-    return json_response({"prompt": text})
+    return await service.in_thread(_text, service, body.tokens)
+
+
+def _text(service: Service, tokens: list[int]) -> Response:
+    """The answer, for a thread."""
+    service.check_ids(tokens, "tokens")
+    return json_response({"prompt": service.tokenizer.decode(tokens, False)})
 
 
 @router.get("/tokenizer_info")

@@ -64,8 +64,7 @@ class FakeRunner:
         self._kv_GK[:] = NEVER_WRITTEN
         self._last_token_N[:] = NEVER_WRITTEN
 
-    def dispatch(self, plan: StepPlan, fill_masks=None) -> StepResult:
-        del fill_masks  # what it samples follows from the history alone
+    def dispatch(self, plan: StepPlan) -> StepResult:
         for page, host_page in plan.swap_out:
             self._host[host_page] = self._kv_GK[page].copy()
         for host_page, page in plan.swap_in:
@@ -82,6 +81,9 @@ class FakeRunner:
         sampled = plan.slot_S[plan.samples_S]
         self._last_token_N[sampled] = token_S[plan.samples_S]
         return StepResult(token_S=token_S)
+
+    def constrain(self, pending: StepResult, fill_masks) -> None:
+        """Nothing: what it samples follows from the history alone."""
 
     def fetch(self, pending: StepResult) -> StepResult:
         return pending

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve import models
 from jaxserve.config import EngineConfig, SchedulerConfig
@@ -13,6 +14,8 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
 from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
+from jaxserve.grammar import GrammarSpec
+from jaxserve.grammar.compiler import GrammarFailed
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import Request, SamplingParams
@@ -161,6 +164,37 @@ def run(core: EngineCore, requests, *, arrivals=None, between=None, matchers=Non
     stats = core.scheduler.stats()
     assert stats.pages_free == stats.pages_total and stats.running == stats.waiting == 0
     return answers
+
+
+class Multiples:
+    """A grammar's matcher: allows multiples of the count of tokens so far plus three; complete
+    after `length`. fails_at: the token after which no mask can be made."""
+
+    def __init__(self, length, fails_at=None):
+        self.length, self.fails_at, self.count = length, fails_at, 0
+
+    @property
+    def allowed(self):
+        return np.arange(VOCAB) % (self.count + 3) == 0
+
+    @property
+    def done(self):
+        return self.count == self.length
+
+    def fill_mask(self, row):
+        if self.count == self.fails_at:
+            raise GrammarFailed("a limit was reached")
+        row[:] = np.packbits(self.allowed, bitorder="little").view(np.int32)
+
+    def advance(self, token):
+        fits = bool(self.allowed[token])
+        self.count += 1
+        return fits
+
+
+def constrained(name, prompt_ids=(5, 6, 7), **params) -> Request:
+    """A request with a grammar; which one it is, its matchers say."""
+    return request(name, prompt_ids, grammar=GrammarSpec.choice(["any"]), max_tokens=20, **params)
 
 
 def request(name, prompt_ids, **params) -> Request:

@@ -1,40 +1,10 @@
 """Rows with a grammar: masked on the device, beside rows without one."""
 
-import numpy as np
 import pytest
 
-from jaxserve.grammar import GrammarSpec
+from jaxserve.grammar.compiler import GrammarFailed
 from jaxserve.types import FinishReason
-from tests.engine.harness import VOCAB, make_core, request, run
-
-SPEC = GrammarSpec.choice(["stands for", "any grammar"])
-
-
-class Multiples:
-    """Allows multiples of the count of tokens so far plus three; complete after `length`."""
-
-    def __init__(self, length):
-        self.length, self.count = length, 0
-
-    @property
-    def allowed(self):
-        return np.arange(VOCAB) % (self.count + 3) == 0
-
-    @property
-    def done(self):
-        return self.count == self.length
-
-    def fill_mask(self, row):
-        row[:] = np.packbits(self.allowed, bitorder="little").view(np.int32)
-
-    def advance(self, token):
-        fits = bool(self.allowed[token])
-        self.count += 1
-        return fits
-
-
-def constrained(name, **params):
-    return request(name, [5, 6, 7], grammar=SPEC, max_tokens=20, **params)
+from tests.engine.harness import Multiples, constrained, make_core, request, run
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -53,7 +23,7 @@ def test_every_token_is_allowed_and_neighbours_are_untouched(tiny_model, pipelin
     finishes = [answers[key].finish for key in (("a", 0), ("a", 1), ("b", 0))]
     assert finishes == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     assert answers["plain", 0].logprobs == expected.logprobs
-    assert core.output.num_grammars == 0
+    assert core.output.num_open == 0
 
 
 def test_company_chunks_and_preemption_change_nothing(tiny_model):
@@ -66,11 +36,63 @@ def test_company_chunks_and_preemption_change_nothing(tiny_model):
     assert answers["x", 0].tokens == alone["x", 0].tokens
 
 
+@pytest.mark.parametrize("params", [{}, dict(temperature=0.8, seed=9)])
+def test_plain_and_pipelined_loops_agree(tiny_model, params):
+    answers = [
+        run(make_core(tiny_model, pipelined=pipelined), [constrained("x", n=3, **params)],
+            matchers={"x": [Multiples(15), Multiples(18), Multiples(99)]})
+        for pipelined in (False, True)
+    ]  # fmt: skip
+    for index in range(3):
+        one, other = (answer["x", index] for answer in answers)
+        assert one.tokens == other.tokens and one.finish == other.finish
+
+
+def test_the_device_computes_while_masks_are_worked_out(tiny_model):
+    """Beside a row with a grammar each step still leaves before the last one is read."""
+    core = make_core(tiny_model)
+    runner, calls = core.runner, []
+
+    class Recording:
+        reset, compilations = runner.reset, 0
+
+        def dispatch(self, plan):
+            calls.append(("dispatch", plan.step))
+            return runner.dispatch(plan)
+
+        def constrain(self, pending, fill_masks):
+            calls.append(("constrain", pending.plan.step))
+            runner.constrain(pending, fill_masks)
+
+        def fetch(self, pending):
+            calls.append(("fetch", pending.plan.step))
+            return runner.fetch(pending)
+
+    core.runner = Recording()
+    run(core, [constrained("x"), request("plain", [1, 2])], matchers={"x": [Multiples(9)]})
+    for step in range(2, 9):
+        at = calls.index(("fetch", step))
+        assert calls[at - 1] == ("dispatch", step + 1) and calls[at + 1] == ("constrain", step + 1)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_grammar_that_cannot_go_on_ends_its_choice_alone(tiny_model, pipelined):
+    plain = request("plain", [1, 2, 3], max_tokens=12, logprobs=1)
+    expected = run(make_core(tiny_model), [plain])["plain", 0]
+    core = make_core(tiny_model, pipelined=pipelined)
+    matchers = {"x": [Multiples(15, fails_at=4), Multiples(15)]}
+    answers = run(core, [constrained("x", n=2), plain], matchers=matchers)
+    assert answers["x", 0].finish is FinishReason.ERROR
+    assert isinstance(answers["x", 0].error, GrammarFailed)
+    assert len(answers["x", 0].tokens) == 3 and len(answers["x", 1].tokens) == 15
+    assert answers["plain", 0].logprobs == expected.logprobs
+
+
 def test_aborted_and_refused_grammars_are_forgotten(tiny_model):
     core = make_core(tiny_model)
     with pytest.raises(ValueError):
-        core.add(request("long", [1] * 300, grammar=SPEC), [Multiples(1)])
+        core.add(constrained("long", [1] * 300), [Multiples(1)])
     core.add(constrained("gone"), [Multiples(5)])
     core.abort("gone")
     run(core, [])
-    assert core.output.num_grammars == 0
+    assert core.output.num_open == 0

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.pallas_kernels import native
 from jaxserve.types import FinishReason
-from tests.engine.harness import VOCAB, make_core, request, run
+from tests.engine.harness import VOCAB, Multiples, constrained, make_core, request, run
 
 RNG = np.random.default_rng(7)
 PROMPT = RNG.integers(0, VOCAB, 75).tolist()
@@ -66,6 +66,18 @@ def test_among_31_others(alone, tiny_model, pipelined):
     others, arrivals = crowd()
     core = make_core(tiny_model, pipelined=pipelined)
     answers = run(core, [*others, subject(sampling)], arrivals=[*arrivals, 9])
+    same(answers["subject", 0], expected)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_beside_rows_with_a_grammar(alone, tiny_model, pipelined):
+    """They come, decode and end before, with and after the subject."""
+    sampling, expected = alone
+    held = [constrained(i, [i, 8, 9], temperature=0.5 * i, seed=i) for i in range(4)]
+    matchers = {str(i): [Multiples(6 + 5 * i)] for i in range(4)}
+    core = make_core(tiny_model, pipelined=pipelined)
+    answers = run(core, [*held, subject(sampling)], arrivals=[0, 3, 5, 14, 4], matchers=matchers)
+    assert [len(answers[str(i), 0].tokens) for i in range(4)] == [6, 11, 16, 20]
     same(answers["subject", 0], expected)
 
 

@@ -27,14 +27,10 @@ def inputs(rows, **values):
         fields[name] = jnp.asarray(value.astype(DTYPES.get(name, np.float32)))
     seed = np.broadcast_to(values.pop("seed", 0), (rows,)).astype(np.uint32)
     flags = dict.fromkeys(("any_penalty", "any_bias", "any_truncation"), True)
-    flags |= dict.fromkeys(
-        ("any_logprobs", "any_prompt_logprobs", "any_grammar", "any_pooling"), False
-    )
+    flags["any_logprobs"] = False
     assert not values, values
     return SamplingInputs(
         seed_S2=jnp.asarray(np.stack([np.zeros_like(seed), seed], 1)),
-        next_token_T=jnp.zeros((rows,), jnp.int32),
-        pooling_S=jnp.zeros((rows,), jnp.int32),
         **{name: jnp.asarray(flag) for name, flag in flags.items()},
         **fields,
     )

@@ -26,6 +26,7 @@ TOOLS = {
     },
     "now": None,
 }
+ENDLESS = {"$ref": "#/$defs/a"}
 WEATHER = '{"city": "Zürich", "days": 3}'
 ANSWERS = {
     "hermes": [
@@ -56,6 +57,10 @@ ANSWERS = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ],
+    "gemma4": [
+        '<|tool_call>call:weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>',
+        "<|tool_call>call:now{}<tool_call|>",
     ],
     "pythonic": ['[weather(city="Zürich", days=3)', ", now()", "]"],
 }
@@ -217,7 +222,13 @@ def test_nothing_asked_nothing_framed():
         ("qwen3_coder", {"properties": {"a<": {}}}, "'a<'"),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "maxLength": 3}}}, "'maxLength'"),
         ("qwen3_coder", {"properties": {"a": {"const": "</parameter>"}}}, "bare text"),
-        ("gemma4", {}, "gemma4"),
+        ("gemma4", {"properties": {"a b": {}}}, "'a b'"),
+        ("gemma4", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "'pattern'"),
+        ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "ref"),
+        ("gemma4", {"properties": {"a": {"minimum": 1}}}, "'minimum' needs a type"),
+        ("gemma4", {"properties": {"a": {"enum": [[1]]}}}, "plain values"),
+        ("gemma4", {"properties": {"a": ENDLESS}, "$defs": {"a": ENDLESS}}, "nested deeper"),
+        ("latin", {}, "latin"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(name, schema, rule):
@@ -235,6 +246,49 @@ def test_bare_text_in_tagged_calls(compiler):
         assert accepts(compiler, spec, call(*lines, "</function>"))
     for lines in (text, [], [*flag, *text], ["<parameter=b>", "yes", "</parameter>"]):
         assert not accepts(compiler, spec, call(*lines, "</function>"))
+
+
+def test_values_in_gemma_calls(compiler):
+    """Each is what the template of Gemma 4 writes for it."""
+    schema = {
+        "properties": {
+            "point": {"properties": {"y": {"type": "number"}, "x": {"type": ["number", "null"]}}},
+            "names": {"type": "array", "items": {"$ref": "#/$defs/name"}, "minItems": 1,
+                      "maxItems": 2},
+            "free": {"description": "anything"},
+            "text": {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 9}]},
+        },
+        "$defs": {"name": {"enum": ["Ada", 1, None]}},
+    }  # fmt: skip
+    spec = framed(None, Calls("gemma4", {"f": schema}, forced=True, single=True), None)
+    call = "<|tool_call>call:f{%s}<tool_call|>"
+    for given, value in (
+        ("", {}),
+        ("point:{x:1,y:-2.5}", {"point": {"x": 1, "y": -2.5}}),
+        ("point:{x:null}", {"point": {"x": None}}),
+        ('names:[<|"|>Ada<|"|>,null]', {"names": ["Ada", None]}),
+        ('text:<|"|>a "b", {c}<|"|>', {"text": 'a "b", {c}'}),
+        ('free:{a:[true],<|"|>b c<|"|>:0},text:9', {"free": {"a": [True], "b c": 0}, "text": 9}),
+    ):  # fmt: skip
+        assert accepts(compiler, spec, call % given), given
+        (read,) = parse(PARSERS["gemma4"]({"f": schema}), call % given)[1]
+        assert json.loads(read.arguments) == value
+    for given in (
+        "point:{z:1}", "point:{y:1,x:2}", "names:[]", "names:[1,1,1]", 'names:[<|"|>Eve<|"|>]',
+        "text:10", 'text:"a"', "text:<|\"|>a", "other:1", ",", "free:[1,]",
+    ):  # fmt: skip
+        assert not accepts(compiler, spec, call % given), given
+
+
+def test_gemma_strings_end_at_their_token(compiler):
+    """Where the quotes are control tokens, spelled ones are part of a string."""
+    schema = {"properties": {"a": {"type": "string"}}, "required": ["a"]}
+    control = {'<|"|>': TOOL_CALLS}
+    spec = framed(None, Calls("gemma4", {"f": schema}, forced=True, control=control), None)
+    begin, end = b"<|tool_call>call:f{a:", b"}<tool_call|>"
+    inside = b'x <|"|> y'
+    assert accepts(compiler, spec, [*begin, TOOL_CALLS, *inside, TOOL_CALLS, *end])
+    assert not accepts(compiler, spec, [*begin, *b'<|"|>x<|"|>', *end])
 
 
 def test_optional_arguments_in_python_calls(compiler):

@@ -23,7 +23,8 @@ http = httpx.Client(timeout=60)  # patient: test machines are busy
 
 @contextlib.contextmanager
 def serving(engine, tracing=None, **settings):
-    """Base URL of a real server on a free port; stopped without draining at the end."""
+    """Base URL of a real server on a free port; stopped without draining at the end, and what still
+    runs then is cancelled."""
     config = ServerConfig(port=0, **settings)
     application = server_app.create_app(engine, config, tracing=tracing)
     listener = server_app.listen(config.host, 0)
@@ -31,15 +32,16 @@ def serving(engine, tracing=None, **settings):
     server = server_app.DrainingServer(application, engine, config, listening.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    assert listening.wait(20)
+    assert listening.wait(60)
     try:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         yield type(
             "Running", (), {"url": url, "server": server, "engine": engine, "thread": thread}
         )
     finally:
-        server.force_exit = server.should_exit = True
-        thread.join(20)
+        server.config.timeout_graceful_shutdown = 0.2
+        server.should_exit = True
+        thread.join(60)
         listener.close()
         assert not thread.is_alive()
 

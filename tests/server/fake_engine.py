@@ -148,7 +148,7 @@ class FakeEngine:
         """Waits until condition() holds; it may depend on which requests are open."""
         while not condition():
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), 10)
+            await asyncio.wait_for(self.changed.wait(), 60)
 
     # AsyncEngine's contract
 

@@ -1,10 +1,13 @@
 """Offline batches: OpenAI's format in and out, failures kept to their line, resumption."""
 
+import io
 import json
 
 import pytest
 from fake_engine import BOS, FakeEngine, text_of
+from rich.console import Console
 
+from jaxserve.progress import Progress
 from jaxserve.server import batch
 from jaxserve.types import EngineFailed
 
@@ -27,9 +30,10 @@ def test_answers_and_failures_by_line(tmp_path):
     chat = {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions",
             "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}}  # fmt: skip
     write(source, [line(0), line(1, temperature="hot"), chat])
-    progress = []
-    failed = batch.run(source, target, FakeEngine(), progress=lambda *p: progress.append(p))
-    assert failed == 1 and progress[-1] == (3, 3)
+    shown = io.StringIO()
+    with Progress(Console(file=shown, force_terminal=True)) as progress:
+        failed = batch.run(source, target, FakeEngine(), progress=progress.part("answer"))
+    assert failed == 1 and "3/3" in shown.getvalue()
     results = read(target)
     good = results["id-0"]["response"]
     assert good["status_code"] == 200 and good["request_id"]

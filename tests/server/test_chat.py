@@ -87,6 +87,19 @@ def test_stream_scores_join_to_the_whole(client):
     assert joined == whole
 
 
+def test_token_ids_on_request(client):
+    asked = dict(max_tokens=3, n=2, return_token_ids=True)
+    whole = client.chat(**asked).json()
+    prompt, outputs = [], {0: [], 1: []}
+    for chunk in events(client.chat(stream=True, **asked)):
+        (choice,) = chunk["choices"]
+        prompt = choice.get("prompt_token_ids", prompt)
+        outputs[choice["index"]] += choice.get("token_ids", [])
+    assert prompt == whole["prompt_token_ids"] == rendered(("user", "hi"))
+    assert list(outputs.values()) == [choice["token_ids"] for choice in whole["choices"]]
+    assert len(outputs[0]) == 3
+
+
 def test_prompt_scores(client):
     body = client.chat(max_tokens=1, prompt_logprobs=1).json()
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fake_engine import BOS, STEP_LOGPROB, VOCAB, FakeEngine, text_of
+from fake_engine import BOS, EOS, STEP_LOGPROB, VOCAB, FakeEngine, text_of
 
 from tests.server.conftest import Client
 
@@ -178,6 +178,22 @@ def test_stream_joins_to_the_whole_answer(client, echo, logprobs):
         assert stream["finish_reason"] == "length"
 
 
+def test_token_ids_on_request(client, engine):
+    """Those of a character in pieces come as they are, before its text."""
+    engine.scripts["q"] = "é€".encode()
+    asked = dict(prompt=["q", "aq"], max_tokens=9, return_token_ids=True)
+    expected = [([BOS, *b"q"], [*"é€".encode(), EOS]), ([BOS, *b"aq"], [*"é€".encode(), EOS])]
+    whole = client.complete(**asked).json()["choices"]
+    assert [(choice["prompt_token_ids"], choice["token_ids"]) for choice in whole] == expected
+    joined = [([], []), ([], [])]
+    for chunk in events(client.complete(stream=True, **asked)):
+        for choice in chunk["choices"]:
+            prompt, output = joined[choice["index"]]
+            prompt += choice.get("prompt_token_ids", [])
+            output += choice["token_ids"]
+    assert joined == expected
+
+
 def test_offsets_count_characters_not_bytes(client, engine):
     engine.scripts["q"] = "é€x".encode()
     choice = client.complete(prompt="q", max_tokens=9, logprobs=0).json()["choices"][0]
@@ -275,3 +291,7 @@ def test_work_in_one_request_is_bounded():
     assert error_of(client.complete(prompt=["a"] * 1025))["param"] == "prompt"
     assert error_of(client.complete(prompt=["a"] * 100, n=11))["param"] == "prompt"
     assert error_of(client.complete(prompt="a", n=129))["param"] == "n"
+    client = Client(FakeEngine(max_model_len=4000))
+    scored = dict(prompt=[97] * 3000, n=128, echo=True, max_tokens=1)
+    assert error_of(client.complete(**scored, logprobs=5))["param"] == "logprobs"
+    assert error_of(client.complete(**scored, prompt_logprobs=5))["param"] == "logprobs"

@@ -23,7 +23,7 @@ def talk(engine, scenario, **settings):
         application = server_app.create_app(engine, ServerConfig(**settings))
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            await asyncio.wait_for(scenario(client), 20)
+            await asyncio.wait_for(scenario(client), 60)
 
     asyncio.run(run())
 
@@ -49,7 +49,7 @@ async def asgi_post(engine, path, body, *, leave: asyncio.Event):
         "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }  # fmt: skip
-    await asyncio.wait_for(application(scope, receive, send), 10)
+    await asyncio.wait_for(application(scope, receive, send), 60)
     return sent
 
 
@@ -112,7 +112,7 @@ def test_leaving_over_a_real_socket(engine):
         assert http.get(running.url + "/health").status_code == 200
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=60):
     """Polls what another thread changes."""
     done = threading.Event()
     for _ in range(seconds * 100):
@@ -168,14 +168,14 @@ def test_tokenising_leaves_the_event_loop_free(engine, monkeypatch):
     def slow(text, special=True, **kw):
         if text == "slow":
             entered.set()
-            assert proceed.wait(20)
+            assert proceed.wait(60)
         return encode(text, special)
 
     monkeypatch.setattr(engine.tokenizer, "encode", lambda t, add_special_tokens=True: slow(t))
 
     async def scenario(client):
         slow_one = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "slow"}))
-        await asyncio.to_thread(entered.wait, 20)
+        await asyncio.to_thread(entered.wait, 60)
         assert (await client.get("/health")).status_code == 200
         body = {"prompt": "b", "stream": True}
         assert (await client.post("/v1/completions", json=body)).text.endswith("[DONE]\n\n")
@@ -200,14 +200,14 @@ def start_stream(running):
     wait_for(lambda: len(running.engine.open) == 1)
 
     def finish():
-        thread.join(20)
+        thread.join(60)
         return result["answer"]
 
     return finish
 
 
 def test_first_signal_drains_and_keeps_answering(engine):
-    with serving(engine, drain_timeout_s=20) as running:
+    with serving(engine, drain_timeout_s=60) as running:
         finish = start_stream(running)
         running.server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: engine.state == "draining")
@@ -217,7 +217,7 @@ def test_first_signal_drains_and_keeps_answering(engine):
         assert refused.status_code == 503 and refused.headers["connection"] == "close"
         engine.release()
         assert finish().text.endswith("data: [DONE]\n\n")
-        running.thread.join(20)
+        running.thread.join(60)
         assert not running.thread.is_alive()
         assert running.server._captured_signals == [], "exit status 0, not a signal's"
 
@@ -229,7 +229,7 @@ def test_second_signal_aborts(engine):
         wait_for(lambda: engine.state == "draining")
         running.server.handle_exit(signal.SIGTERM, None)
         assert error_of(finish(), 500)["code"] == "engine_failed"
-        running.thread.join(20)
+        running.thread.join(60)
         assert not running.thread.is_alive()
 
 
@@ -238,5 +238,5 @@ def test_drain_timeout_aborts(engine):
         finish = start_stream(running)
         running.server.handle_exit(signal.SIGINT, None)
         assert error_of(finish(), 500)["code"] == "engine_failed"
-        running.thread.join(20)
+        running.thread.join(60)
         assert not running.thread.is_alive()

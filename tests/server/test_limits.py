@@ -15,6 +15,14 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 @pytest.fixture(scope="module")
 def running():
+    with serving(FakeEngine(), max_body_bytes=2048) as running:
+        yield running
+        assert http.get(running.url + "/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """A server that waits half a second for a client."""
     with serving(FakeEngine(), max_body_bytes=2048, client_timeout_s=0.5) as running:
         yield running
         assert http.get(running.url + "/health").status_code == 200
@@ -23,7 +31,7 @@ def running():
 @contextlib.contextmanager
 def connected(running):
     with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as connection:
-        connection.settimeout(10)
+        connection.settimeout(60)
         yield connection
 
 
@@ -104,13 +112,11 @@ def test_a_body_in_countless_chunks(running, monkeypatch):
     ],
     ids=["one-large", "10000", "many-small", "just-above"],
 )
-def test_headers_too_large_or_too_many(running, head):
-    assert (
-        status_of(answer_to(running, b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n"))
-        == 431
-    )
+def test_headers_too_large_or_too_many(running, impatient, head):
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n"
+    assert status_of(answer_to(running, whole)) == 431
     # The same, arriving bit by bit and never finished.
-    assert status_of(answer_to(running, b"GET / HTTP/1.1\r\n", head, b"X: y")) in (431, 408)
+    assert status_of(answer_to(impatient, b"GET / HTTP/1.1\r\n", head, b"X: y")) in (431, 408)
 
 
 @pytest.mark.parametrize(
@@ -124,26 +130,25 @@ def test_what_is_not_http(running, data):
     "sent",
     [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", POST + b"Content-Length: 9\r\n\r\n{"],
 )
-def test_senders_that_stop_are_closed(running, sent):
+def test_senders_that_stop_are_closed(impatient, sent):
     start = time.monotonic()
-    with connected(running) as connection:
+    with connected(impatient) as connection:
         connection.sendall(sent)
         answer = read_response(connection)
     assert status_of(answer) == 408
-    assert 0.3 < time.monotonic() - start < 5
+    assert 0.3 < time.monotonic() - start < 30, "long before the 60 s of the default"
 
 
-def test_dripping_headers_do_not_move_the_deadline(running):
-    start = time.monotonic()
-    with connected(running) as connection:
-        answer = b""
+def test_dripping_headers_do_not_move_the_deadline(impatient):
+    with connected(impatient) as connection:
+        answer, end = b"", time.monotonic() + 60
         connection.settimeout(0.05)
-        while not answer and time.monotonic() - start < 8:
+        while not answer and time.monotonic() < end:
             with contextlib.suppress(OSError):
-                connection.sendall(b"G" if start is None else b"x")
+                connection.sendall(b"x")
             with contextlib.suppress(TimeoutError):
                 answer = connection.recv(65536)
-    assert status_of(answer) in (408, 400) and time.monotonic() - start < 5
+    assert status_of(answer) in (408, 400)
 
 
 def test_pipelined_requests_are_answered_in_order(running):
@@ -160,14 +165,14 @@ def test_pipelined_requests_are_answered_in_order(running):
 
 def test_a_reader_that_stops_reading_is_dropped():
     engine = FakeEngine(max_model_len=200_000)
-    with serving(engine, client_timeout_s=0.3) as running, connected(running) as connection:
+    with serving(engine, client_timeout_s=1.0) as running, connected(running) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         # 128 echoes of the prompt: more than the buffers of any kernel hold.
         prompt = b"a" * 150_000
         body = b'{"prompt": "%s", "n": 128, "stream": true, "echo": true, "max_tokens": 9}' % prompt
         head = POST + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
         connection.sendall(head + body)
-        end = time.monotonic() + 15
+        end = time.monotonic() + 60
         while not engine.aborted and time.monotonic() < end:
             time.sleep(0.02)
         assert len(engine.aborted) == 1 and engine.open == {}

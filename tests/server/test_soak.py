@@ -22,7 +22,7 @@ def load_tool():
 def test_bad_company_leaves_no_trace(capsys):
     options = argparse.Namespace(
         minutes=3 / 60, clients=8, abort_rate=0.3, bad_rate=0.2, slow_rate=0.1, seed=1,
-        max_slope_mb_per_min=float("inf"),
+        max_slope_mb_per_min=float("inf"), grammar_rate=0,
     )  # fmt: skip
     with real_engine(max_model_len=4096, num_pages=4200, token_budget=512) as (engine, runner):
         runner.pause = 0.002
@@ -35,7 +35,7 @@ def test_the_tool_notices_a_leak(capsys):
     """A server that forgets to free a page must not pass."""
     options = argparse.Namespace(
         minutes=1 / 60, clients=2, abort_rate=0, bad_rate=0, slow_rate=0, seed=1,
-        max_slope_mb_per_min=float("inf"),
+        max_slope_mb_per_min=float("inf"), grammar_rate=0,
     )  # fmt: skip
     tool = load_tool()
     tool.IDLE_S = 0.2
