@@ -78,6 +78,12 @@ class OpenRequests:
         self._ledger.enter(self._ledger.number(sequence.request.tenant))
         self.queue.push(sequence)
 
+    def take_next(self) -> Sequence:
+        """The next to be served leaves the queue."""
+        sequence = self.queue.pop()
+        self._ledger.leave(self._ledger.number(sequence.request.tenant))
+        return sequence
+
     def dequeue(self, sequence: Sequence) -> None:
         self.queue.remove(sequence)
         self._ledger.leave(self._ledger.number(sequence.request.tenant))
