@@ -66,8 +66,8 @@ def main():
         short, everyone = report.group("short"), report.group("all")
         print(
             f"{name:20}: short prompts' TTFT p50 {short.ttft.quantile(0.5):.3f} s, p99 "
-            f"{short.ttft.quantile(0.99):.3f} s; all p99 {everyone.ttft.quantile(0.99):.1f} s, most "
-            f"{everyone.ttft.quantile(1.0):.1f} s; "
+            f"{short.ttft.quantile(0.99):.3f} s; all p99 {everyone.ttft.quantile(0.99):.1f} s, "
+            f"longest {everyone.ttft.quantile(1.0):.1f} s; "
             f"gaps p99 {1e3 * everyone.itl.quantile(0.99):.0f} ms; "
             f"{everyone.output_tokens / report.seconds:.1f} output tokens/s",
             flush=True,

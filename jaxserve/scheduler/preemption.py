@@ -15,7 +15,7 @@ def evictable(slots: SlotArray, policy: Policy, above: int | None = None) -> lis
     above: only from sequences of a higher standing than this. Without it, everyone but the one that
     the policy serves first, so that something always gets done.
     """
-    open_to_it = _open_to_eviction(slots)
+    open_to_it = open_to_eviction(slots)
     if above is not None:
         return open_to_it[slots.standing_N[open_to_it] > above].tolist()
     running = np.flatnonzero(slots.active_N)
@@ -23,27 +23,7 @@ def evictable(slots: SlotArray, policy: Policy, above: int | None = None) -> lis
     return open_to_it[open_to_it != first].tolist()
 
 
-def over_their_share(slots: SlotArray, tenant: int, num_tenants: int) -> list[int]:
-    """Slots that a tenant below its share may take from those above theirs, the last admitted of
-    each; none when it has its share. A share is the num_tenants-th part of all slots.
-
-    Nobody is brought below the share by it, so two tenants never take slots from each other.
-    """
-    share = max(1, slots.num_slots // num_tenants)
-    held_U = np.bincount(slots.tenant_N[slots.active_N], minlength=tenant + 1)
-    if held_U[tenant] >= share:
-        return []
-    left_U, found = held_U - share, []
-    open_to_it = _open_to_eviction(slots)
-    for slot in open_to_it[np.argsort(-slots.order_N[open_to_it])].tolist():
-        owner = slots.tenant_N[slot]
-        if left_U[owner] > 0:
-            left_U[owner] -= 1
-            found.append(slot)
-    return found
-
-
-def _open_to_eviction(slots: SlotArray) -> np.ndarray:
+def open_to_eviction(slots: SlotArray) -> np.ndarray:
     """Nobody is evicted twice for nothing: a sequence that came back keeps its slot until it has a
     token more. It can get that far without a new page, having come back with pages for all it had.
     Nor is one whose last token is on its way: all its pages come free with that."""

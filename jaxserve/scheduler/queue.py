@@ -58,10 +58,9 @@ class WaitingQueue:
         """The next to be served."""
         return self._first(self._heaps[min(self._turn, len(self._heaps) - 1)])
 
-    @property
-    def next_overtakes(self) -> bool:
-        """Whether the next to be served is not the first by key."""
-        return self._turn > 0 and self.peek() is not self._first(self._heaps[0])
+    def overtakes(self, sequence: Sequence) -> bool:
+        """Whether others come before it by key."""
+        return self._turn > 0 and sequence is not self._first(self._heaps[0])
 
     def _first(self, heap: list[Entry]) -> Sequence | None:
         while heap:
@@ -74,16 +73,14 @@ class WaitingQueue:
                 return sequence
         return None
 
-    def pop(self) -> Sequence:
-        """Takes the next to be served, and the turn passes on."""
-        sequence = self.peek()
+    def take(self, sequence: Sequence) -> None:
+        """It is served: it leaves, and the turn passes on."""
         self.remove(sequence)
         self._turn = (self._turn + 1) % (1 + SHORT_TURNS)
-        return sequence
 
-    def set_aside(self) -> None:
-        """Passes over the next to be served until bring_back()."""
-        self._aside.add(self.peek().serial)
+    def set_aside(self, sequence: Sequence) -> None:
+        """Passes it over until bring_back()."""
+        self._aside.add(sequence.serial)
 
     def bring_back(self) -> None:
         """Those set aside take their places again."""
@@ -163,28 +160,21 @@ class FairQueue:
                 return self._queues[tenant].peek()
         return None
 
-    @property
-    def next_overtakes(self) -> bool:
-        """Whether the next to be served is not its tenant's first by key."""
-        return self.peek() is not None and self._next_queue.next_overtakes
+    def overtakes(self, sequence: Sequence) -> bool:
+        """Whether others of its tenant come before it by key."""
+        return self._of_tenant(sequence).overtakes(sequence)
 
-    @property
-    def _next_queue(self) -> WaitingQueue:
-        """That of the tenant that peek() left on top."""
-        return self._queues[self._heap[0][1]]
-
-    def pop(self) -> Sequence:
-        """Takes the next to be served, and the turn within its tenant passes on."""
-        self.peek()
-        queue = self._next_queue
-        sequence = queue.pop()
+    def take(self, sequence: Sequence) -> None:
+        """It is served: it leaves, and the turn within its tenant passes on."""
+        queue = self._of_tenant(sequence)
+        queue.take(sequence)
         self._left(queue, sequence)
-        return sequence
 
-    def set_aside(self) -> None:
-        """Passes over the next to be served until bring_back()."""
-        self._next_queue.set_aside()
-        self._aside.append(self._next_queue)
+    def set_aside(self, sequence: Sequence) -> None:
+        """Passes it over until bring_back()."""
+        queue = self._of_tenant(sequence)
+        queue.set_aside(sequence)
+        self._aside.append(queue)
 
     def bring_back(self) -> None:
         """Those set aside take their places again."""
@@ -193,9 +183,12 @@ class FairQueue:
         self._aside.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        queue = self._queues[self._ledger.number(sequence.request.tenant)]
+        queue = self._of_tenant(sequence)
         queue.remove(sequence)
         self._left(queue, sequence)
+
+    def _of_tenant(self, sequence: Sequence) -> WaitingQueue:
+        return self._queues[self._ledger.number(sequence.request.tenant)]
 
     def _left(self, queue: WaitingQueue, sequence: Sequence) -> None:
         """The sequence is out of its tenant's queue; an empty one is dropped."""

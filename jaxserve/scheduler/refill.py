@@ -13,8 +13,9 @@ from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.plan import BEFORE_LONGER, Decision
 from jaxserve.scheduler.policy import Policy
-from jaxserve.scheduler.preemption import evictable, over_their_share, victims_for
+from jaxserve.scheduler.preemption import evictable, victims_for
 from jaxserve.scheduler.requests import OpenRequests
+from jaxserve.scheduler.shares import over_their_share
 from jaxserve.scheduler.stats import Stats
 from jaxserve.scheduler.stops import StopRules
 from jaxserve.types import Sequence
@@ -66,7 +67,7 @@ class Refill:
                 if not admission.waits:
                     break
                 kept.add(admission)
-                queue.set_aside()
+                queue.set_aside(head)
             head = queue.peek()
         queue.bring_back()
         if done.admits:
@@ -98,8 +99,8 @@ class Refill:
         admission = self.batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
         if admission.slot is None:
             return admission
-        verb = BEFORE_LONGER if self.requests.queue.next_overtakes else "admitted"
-        self.requests.take_next()
+        verb = BEFORE_LONGER if self.requests.queue.overtakes(sequence) else "admitted"
+        self.requests.serve(sequence)
         self.stops.admit(sequence)
         self.host.fetch(sequence, admission.swap_in)
         known, cached = len(sequence.tokens), admission.num_cached

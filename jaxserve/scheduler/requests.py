@@ -78,13 +78,13 @@ class OpenRequests:
         self._ledger.enter(self._ledger.number(sequence.request.tenant))
         self.queue.push(sequence)
 
-    def take_next(self) -> Sequence:
-        """The next to be served leaves the queue."""
-        sequence = self.queue.pop()
+    def serve(self, sequence: Sequence) -> None:
+        """The sequence leaves the queue for a slot."""
+        self.queue.take(sequence)
         self._ledger.leave(self._ledger.number(sequence.request.tenant))
-        return sequence
 
     def dequeue(self, sequence: Sequence) -> None:
+        """The sequence leaves the queue because it ends."""
         self.queue.remove(sequence)
         self._ledger.leave(self._ledger.number(sequence.request.tenant))
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.scheduler.batch import ActiveBatch
-from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
+from jaxserve.scheduler.budget import MIN_CHUNK, ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate
 from jaxserve.scheduler.guard import Action, Guard
@@ -35,6 +35,7 @@ from jaxserve.scheduler.queue import FairQueue, WaitingQueue
 from jaxserve.scheduler.refill import Refill
 from jaxserve.scheduler.requests import OpenRequests
 from jaxserve.scheduler.rows import assemble, attach_logprobs, attach_scores, choose_rows
+from jaxserve.scheduler.shares import right_of_way
 from jaxserve.scheduler.stats import Stats
 from jaxserve.scheduler.stops import StopRules
 from jaxserve.scheduler.vitals import Vitals
@@ -249,10 +250,8 @@ class Scheduler:
         if not len(decode) and not len(prefill):
             return None
         budget = self._tokens_of_step(len(decode))
-        chunks = self._slots.pending(prefill)
-        if len(prefill):
-            chunks = self._share(chunks, budget - len(decode))
-            prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
+        chunks = self._chunks(prefill, budget - len(decode))
+        prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
@@ -316,6 +315,19 @@ class Scheduler:
         if self._guard.wants(Action.SMALLER_CHUNKS):
             budget = num_decode + -(-(budget - num_decode) // 2)
         return max(budget, min(num_decode + 1, self.limits.token_budget))
+
+    def _chunks(self, prefill: np.ndarray, budget: int) -> np.ndarray:
+        """Tokens for the prompt in each of these slots."""
+        pending = self._slots.pending(prefill)
+        if self._policy.fair and len(prefill) > 1:
+            first = right_of_way(self._slots, prefill, self._ledger.num_present)
+            if first.any() and not first.all():
+                chunks = np.zeros_like(pending)
+                chunks[first] = self._share(pending[first], budget)
+                left = min(budget - int(chunks.sum()), MIN_CHUNK)
+                chunks[~first] = self._share(pending[~first], left)
+                return chunks
+        return self._share(pending, budget)
 
     def _watch_signs(self, now: float) -> tuple[str, ...]:
         if not self._guard.is_due(now):

@@ -177,6 +177,12 @@ def test_ghosts_do_not_pile_up():
     assert len(queue._heap) < 200  # of tenants
 
 
+def pop(queue):
+    first = queue.peek()
+    queue.take(first)
+    return first
+
+
 def test_short_prompts_take_three_turns_of_four():
     """Long ones came first. By turns of length a short one goes first, alike ones by arrival, and
     every fourth turn is the oldest's: so a long one with k before it waits for 4k + 3 at most."""
@@ -185,8 +191,8 @@ def test_short_prompts_take_three_turns_of_four():
         queue.push(sequence(serial, length=length))
     order, overtakes = [], []
     while len(queue):
-        overtakes.append(queue.next_overtakes)
-        order.append(queue.pop().serial)
+        overtakes.append(queue.overtakes(queue.peek()))
+        order.append(pop(queue).serial)
     assert order == [0, 7, 2, 3, 1, 5, 8, 9, 4, 6]
     assert overtakes == [False, True, True, True, False, True, True, True, False, False]
 
@@ -195,23 +201,23 @@ def test_one_that_lost_its_place_goes_before_shorter_ones():
     queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
     for serial, length in enumerate([500, 400, 300, 8]):
         queue.push(sequence(serial, length=length))
-    assert queue.pop().serial == 0
+    assert pop(queue).serial == 0
     back = sequence(9, length=800)
     back.num_preemptions = 1
     queue.push(back)
-    assert queue.pop() is back and queue.pop().serial == 3
+    assert pop(queue) is back and pop(queue).serial == 3
 
 
 def test_set_aside_by_one_key_is_set_aside_by_the_other():
     queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
     for serial, length in enumerate([90, 10, 80, 12]):
         queue.push(sequence(serial, length=length))
-    queue.set_aside()  # 0, the oldest
-    assert queue.pop().serial == 1  # the oldest of the others
-    queue.set_aside()  # 3, the shortest
-    assert queue.pop().serial == 2 and queue.peek() is None
+    queue.set_aside(queue.peek())  # 0, the oldest
+    assert pop(queue).serial == 1  # the oldest of the others
+    queue.set_aside(queue.peek())  # 3, the shortest
+    assert pop(queue).serial == 2 and queue.peek() is None
     queue.bring_back()
-    assert [queue.pop().serial, queue.pop().serial] == [3, 0]
+    assert [pop(queue).serial, pop(queue).serial] == [3, 0]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "priority"])
