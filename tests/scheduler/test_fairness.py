@@ -136,7 +136,7 @@ def test_a_tenant_below_its_share_of_slots_need_not_wait_for_one():
     driver.run().check_outputs()
     waited = sorted(driver.token_times[key, 0][0] - sent for key in light)
     assert waited[1] <= 3  # two of four slots are its share
-    assert driver.scheduler.stats().preemptions == 2
+    assert 2 <= driver.scheduler.stats().preemptions <= len(light)
     reasons = [d.reason for plan in driver.plans for d in plan.preempted]
     assert all(reason.endswith("goes first") for reason in reasons)
 

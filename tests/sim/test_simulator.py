@@ -197,6 +197,18 @@ def test_steps_are_padded_to_the_next_size():
     assert parts.tolist() == [1, 16, 2, 3 + 10, 3 * 3, 2]
 
 
+def test_each_size_has_its_factor():
+    """5, 20 and 50 ms for 1, 16 and 64 tokens lie on no line; with factors they are met."""
+    sizes, seconds_of = (1, 16, 64), {1: 0.005, 16: 0.020, 64: 0.050}
+    counts = [1, 16, 64] * 20
+    parts = np.array([features(np.array([0]), np.array([c]), 0, sizes) for c in counts])
+    model = CostModel.fit(parts, np.array([seconds_of[c] for c in counts]), sizes=sizes)
+    for place, size in enumerate(sizes):
+        told = parts[place] @ np.array(model.price) * model.factors[place]
+        assert told == pytest.approx(seconds_of[size])
+    assert model.error < 1e-9 and len(set(model.factors)) == 3
+
+
 def test_fit_ignores_pauses_and_never_goes_below_zero():
     draw = np.random.default_rng(0)
     counts = draw.integers(1, 200, 300)
