@@ -123,7 +123,9 @@ class SchedulerConfig:
         choices=POLICIES,
     )
     prefill_sharing: bool = setting(
-        True, "Share a step's prefill tokens: half for the oldest prompt, half for the shortest."
+        True,
+        "Keep short prompts from waiting for long ones: three of four slots that come free go to "
+        "the shortest, and half of a step's prefill tokens; the others to the first in turn.",
     )
     itl_target_ms: float | None = setting(
         None, "Longest gap between two tokens of a stream to aim for, by smaller prefill chunks."
@@ -143,7 +145,7 @@ class SchedulerConfig:
         None, "When tenants' service differs by this, refuse arrivals of the one that had the most."
     )
     guard_preemptions_per_min: float | None = setting(
-        120.0, "When more sequences a minute lose their place, pause admission."
+        120.0, "When more sequences a minute lose their place for want of pages, pause admission."
     )
     guard_page_pressure: float | None = setting(
         None, "When this part of the pages is in use, admissions leave a tenth of them free."

@@ -278,7 +278,9 @@ class SimulationConfig:
     """What to try on paper."""
 
     workload: str = setting("skewed", "skewed, poisson, two_tenants, or a trace's name.")
-    policies: str = setting("fcfs", "Policies to compare, comma separated.")
+    policies: str | None = setting(
+        None, "Policies to compare, comma separated; default: --policy alone."
+    )
     cost_model: str | None = setting(None, "File by `calibrate`; default: an example's costs.")
     traces: str = setting("traces", "Folder of published traces.")
     rate: float = setting(1.0, "Requests a second, for generated workloads.")
@@ -287,21 +289,28 @@ class SimulationConfig:
     num_slots: int = setting(256, "Sequences that run at once.")
     num_pages: int = setting(40_000, "KV pages.")
     token_budget: int = setting(2048, "Tokens a step computes at most.")
+    host_pages: int = setting(0, "Pages of host memory for the KV of preempted sequences.")
     plot: str | None = setting(None, "Picture of policy against policy.")
 
     def validate(self) -> None:
-        pass
+        EngineConfig(
+            num_slots=self.num_slots, num_pages=self.num_pages, token_budget=self.token_budget
+        ).validate()
+        for name, low in (("rate", 1e-6), ("speed", 1e-6), ("count", 1), ("host_pages", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"--{name}={getattr(self, name)}: must be at least {low}")
 
 
-def simulate(config: SimulationConfig, _, __) -> int:
+def simulate(config: SimulationConfig, scheduling: SchedulerConfig, _, __) -> int:
     from jaxserve.sim import simulator
 
     settings = dataclasses.asdict(config)
-    policies = settings.pop("policies").split(",")
+    policies = (settings.pop("policies") or scheduling.policy).split(",")
     with Progress(errors) as progress:
         simulator.run(
             workload_name=settings.pop("workload"),
             policies=policies,
+            config=scheduling,
             out=_say,
             progress=progress.part("simulate"),
             **settings,
@@ -364,7 +373,7 @@ VERBS = {
     "calibrate": Verb(
         calibrate, "Learn from a log what a step costs.", (LogConfig,), "DECISION_LOG"
     ),
-    "simulate": Verb(simulate, "Try a policy on paper.", (SimulationConfig,)),
+    "simulate": Verb(simulate, "Try a policy on paper.", (SimulationConfig, SchedulerConfig)),
     "report": Verb(report, "Draw what bench measured.", (ReportConfig,), "FILE.json ..."),
     "info": Verb(info, "Show devices, versions, settings and programs.", ENGINE),
 }

@@ -30,6 +30,7 @@ from jaxserve.engine.state import (
 from jaxserve.engine.step import StepSpec, choose_step, greedy_step, score_step
 from jaxserve.engine.wire import Wire
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
+from jaxserve.scheduler.limits import step_sizes
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.types import PromptScores, SamplingParams, StepResult
 
@@ -53,18 +54,9 @@ class RunnerShape:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """T of each program. Deterministic pins one.
-
-        Powers of four while a step is small, then the budget's eighth, quarter, half and three
-        quarters: a refilled slot makes steps of any size up to the budget, and what a step is
-        padded by costs as much as what it is for.
-        """
-        largest = 1 << (self.token_budget - 1).bit_length()
-        if self.deterministic:
-            return (largest,)
-        small = {4**power for power in range(16) if 4**power < largest}
-        parts = {largest * eighths // 8 for eighths in (1, 2, 4, 6)}
-        return tuple(sorted({*small, *(part for part in parts if part >= 32), largest}))
+        """T of each program. Deterministic pins one."""
+        sizes = step_sizes(self.token_budget)
+        return sizes[-1:] if self.deterministic else sizes
 
 
 @dataclasses.dataclass(frozen=True)

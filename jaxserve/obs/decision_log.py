@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.limits import Limits, step_sizes
 from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim.cost_model import PARTS, CostModel, features
@@ -326,6 +326,8 @@ def calibrate(path: pathlib.Path) -> CostModel:
     """
     lines = read(path)
     manifest = next(lines)
+    limits = manifest["limits"]
+    sizes = step_sizes(limits["token_budget"])
     pending, previous_end = {}, 0.0
     parts, seconds = [], []
     for line in lines:
@@ -339,10 +341,17 @@ def calibrate(path: pathlib.Path) -> CostModel:
         plan = line["plan"]
         if plan is not None:
             count_S = np.array([1] * plan["num_decode"] + plan["count"])
-            pending[plan["step"]] = (line["now"], features(np.array(plan["start"]), count_S))
+            num_copied = len(plan.get("swap_out", ())) + len(plan.get("swap_in", ()))
+            part = features(np.array(plan["start"]), count_S, num_copied, sizes)
+            pending[plan["step"]] = (line["now"], part)
     model = manifest["manifest"].get("model", "an unnamed model")
-    source = f"{len(seconds)} steps of {model}"
-    return CostModel.fit(np.array(parts).reshape(-1, 5), np.array(seconds), source)
+    return CostModel.fit(
+        np.array(parts).reshape(-1, len(PARTS)),
+        np.array(seconds),
+        sizes=sizes,
+        page_s=limits["swap_s_per_page"] / 2,
+        source=f"{len(seconds)} steps of {model}",
+    )
 
 
 # Verbs of the command line; each returns the exit status.

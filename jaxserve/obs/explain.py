@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 
 from jaxserve.obs.decision_log import read
+from jaxserve.scheduler.plan import BEFORE_LONGER
 
 
 @dataclasses.dataclass
@@ -22,6 +23,7 @@ class _Choice:
     decode_steps: int = 0
     first_token_at: float | None = None
     reasons: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    passed_by: int = 0  # meanwhile, those admitted before longer ones
     ended: bool = False
 
 
@@ -137,6 +139,8 @@ class _Story:
         for request_id, index, reason in plan["admitted"]:
             if request_id == self.request_id:
                 self._admitted(now, index, reason)
+            elif reason.startswith(BEFORE_LONGER):
+                self._passed_by()
         for slot, request_id, index in plan["admits"]:
             if request_id == self.request_id:
                 self.choices[index].slot = slot
@@ -146,6 +150,10 @@ class _Story:
         self._rows(now, plan)
         if plan["guard"] and self.request is not None:
             self.tell(now, f"The guard: {'; '.join(plan['guard'])}.")
+
+    def _passed_by(self) -> None:
+        for choice in self.choices.values():
+            choice.passed_by += choice.slot is None and not choice.ended
 
     def _slot_taken(self, slot: int) -> None:
         for choice in self.choices.values():
@@ -160,11 +168,14 @@ class _Story:
         why = ", ".join(
             f"{reason} ({steps} steps)" for reason, steps in choice.reasons.most_common(3)
         )
+        why = f" because {why}" if why else ""
+        if choice.passed_by:
+            why += f"; meanwhile {choice.passed_by} were admitted before longer ones"
         choice.reasons.clear()
+        choice.passed_by = 0
         self.tell(
             now,
-            f"Choice {index}: {reason}, having waited {now - choice.queued_at:.3f} s"
-            + (f" because {why}." if why else "."),
+            f"Choice {index}: {reason}, having waited {now - choice.queued_at:.3f} s{why}.",
         )
 
     def _wait(self, plan: dict) -> None:

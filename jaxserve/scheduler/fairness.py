@@ -78,6 +78,11 @@ class ServiceLedger:
         waiting = service_U[:known][waiting_U[:known] > 0]
         return float(np.ptp(waiting)) if len(waiting) else 0.0
 
+    @property
+    def num_present(self) -> int:
+        """Tenants that have something here, waiting or running."""
+        return int(np.count_nonzero(self.open_U))
+
     def is_greediest(self, tenant: str) -> bool:
         """Whether none that has anything here had more service. A tenant alone is not greedy."""
         here_U = self.open_U > 0

@@ -12,6 +12,19 @@ from jaxserve.config import EngineConfig
 from jaxserve.types import Request, RequestRefused
 
 
+def step_sizes(token_budget: int) -> tuple[int, ...]:
+    """Tokens that steps are padded to, one compiled program each.
+
+    Powers of four while a step is small, then the budget's eighth, quarter, half and three
+    quarters: a refilled slot makes steps of any size up to the budget, and what a step is padded
+    by costs as much as what it is for.
+    """
+    largest = 1 << (token_budget - 1).bit_length()
+    small = {4**power for power in range(16) if 4**power < largest}
+    parts = {largest * eighths // 8 for eighths in (1, 2, 4, 6)}
+    return tuple(sorted({*small, *(part for part in parts if part >= 32), largest}))
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The shape of the engine. With the policy settings it determines every plan."""

@@ -3,6 +3,11 @@
 A key orders a queue, smallest first; it ends in the order of arrival, so two sequences never tie
 and plans are repeatable. A standing groups sequences: one that waits may take the place of a
 running one of a higher standing, never of its own or a lower one.
+
+Where prompts share, two keys take turns at free slots: the policy's own at one in four, and at the
+other three one that puts the shortest first among those that the policy has no reason to tell
+apart. So a short prompt does not queue for a slot behind long ones; and whoever has k sequences
+ahead by the policy's own key is admitted after 4k + 3 others at most, however many arrive.
 """
 
 from __future__ import annotations
@@ -18,9 +23,21 @@ def by_arrival(sequence: Sequence) -> tuple:
     return (sequence.request.arrival, sequence.serial)
 
 
+def by_length(sequence: Sequence) -> tuple:
+    """Those that lost their place first, for somebody reads what they have so far. Lengths between
+    two powers of two are alike: a few tokens less are no reason to overtake."""
+    begun = sequence.num_preemptions > 0
+    length = len(sequence.tokens).bit_length()
+    return (not begun, length, sequence.request.arrival, sequence.serial)
+
+
 def by_priority(sequence: Sequence) -> tuple:
     request = sequence.request
     return (request.priority, request.arrival, sequence.serial)
+
+
+def by_priority_and_length(sequence: Sequence) -> tuple:
+    return (sequence.request.priority, *by_length(sequence))
 
 
 def by_deadline(sequence: Sequence) -> tuple:
@@ -40,9 +57,11 @@ def priority_standing(sequence: Sequence) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """fair: tenants take turns by the service they had (fairness.py); key orders within one."""
+    """short_key: takes turns with key where prompts share. None: key leaves nothing open.
+    fair: tenants take turns by the service they had (fairness.py); keys order within one."""
 
     key: Callable[[Sequence], tuple]
+    short_key: Callable[[Sequence], tuple] | None = None
     standing: Callable[[Sequence], int] = no_standing
     fair: bool = False
 
@@ -53,8 +72,8 @@ class Policy:
 
 
 POLICIES = {
-    "fcfs": Policy(by_arrival),
-    "priority": Policy(by_priority, standing=priority_standing),
+    "fcfs": Policy(by_arrival, by_length),
+    "priority": Policy(by_priority, by_priority_and_length, standing=priority_standing),
     "deadline": Policy(by_deadline),
-    "vtc": Policy(by_arrival, fair=True),
+    "vtc": Policy(by_arrival, by_length, fair=True),
 }

@@ -14,19 +14,22 @@ def evictable(slots: SlotArray, policy: Policy, above: int | None = None) -> lis
 
     above: only from sequences of a higher standing than this. Without it, everyone but the one that
     the policy serves first, so that something always gets done.
-
-    Nobody is evicted twice for nothing: a sequence that came back keeps its slot until it has a
-    token more. It can get that far without a new page, having come back with pages for all it had.
-    Nor is one whose last token is on its way: all its pages come free with that.
     """
-    running = np.flatnonzero(slots.active_N)
-    settled_N = slots.known_N > slots.must_pass_N
-    ending_N = slots.tokens_N >= slots.stop_at_N
-    open_to_it = running[settled_N[running] & ~ending_N[running]]
+    open_to_it = open_to_eviction(slots)
     if above is not None:
         return open_to_it[slots.standing_N[open_to_it] > above].tolist()
+    running = np.flatnonzero(slots.active_N)
     first = min(running.tolist(), key=lambda slot: policy.key(slots.sequence_N[slot]))
     return open_to_it[open_to_it != first].tolist()
+
+
+def open_to_eviction(slots: SlotArray) -> np.ndarray:
+    """Nobody is evicted twice for nothing: a sequence that came back keeps its slot until it has a
+    token more. It can get that far without a new page, having come back with pages for all it had.
+    Nor is one whose last token is on its way: all its pages come free with that."""
+    settled_N = slots.known_N > slots.must_pass_N
+    ending_N = slots.tokens_N >= slots.stop_at_N
+    return np.flatnonzero(slots.active_N & settled_N & ~ending_N)
 
 
 def pages_freed(slots: SlotArray, pool: PagePool, slot: int) -> int:

@@ -9,18 +9,26 @@ from collections.abc import Callable, Iterator
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.types import Sequence
 
+Key = Callable[[Sequence], tuple]
+Entry = tuple[tuple, int, Sequence]  # (key, number of the entry, sequence)
+
+SHORT_TURNS = 3  # of four: in bursts more than half of a chat's prompts may be short ones
+
 
 class WaitingQueue:
-    """A heap by policy key. Leaving from the middle is lazy: a ghost stays until it surfaces.
+    """A heap by key; with a short_key another by that one, and the two take turns: one is served by
+    key, SHORT_TURNS by short_key. Leaving from the middle is lazy: a ghost stays until it surfaces.
 
     Some may be set aside for a while: they stay in the queue and the next one is served instead.
     """
 
-    def __init__(self, key: Callable[[Sequence], tuple]):
-        self._key = key
-        self._heap: list[tuple[tuple, int, Sequence]] = []  # (key, entry, sequence)
+    def __init__(self, key: Key, short_key: Key | None = None):
+        self._keys = (key,) if short_key is None else (key, short_key)
+        self._heaps: list[list[Entry]] = [[] for _ in self._keys]
+        self._turn = 0
         self._waiting: dict[int, tuple[int, Sequence]] = {}  # serial -> (entry, sequence)
-        self._aside: list[tuple[tuple, int, Sequence]] = []  # entries out of the heap for a while
+        self._aside: set[int] = set()  # serials
+        self._withheld: list[tuple[list[Entry], Entry]] = []  # of those aside, out of their heaps
         self._entries = 0  # a preempted sequence enters again while its ghost may still be there
         self.num_tokens = 0
 
@@ -43,35 +51,53 @@ class WaitingQueue:
         self._entries += 1
         self._waiting[sequence.serial] = (self._entries, sequence)
         self.num_tokens += len(sequence.tokens)
-        heapq.heappush(self._heap, (self._key(sequence), self._entries, sequence))
+        for key, heap in zip(self._keys, self._heaps):
+            heapq.heappush(heap, (key(sequence), self._entries, sequence))
 
     def peek(self) -> Sequence | None:
         """The next to be served."""
-        while self._heap:
-            _, _, sequence = entry = self._heap[0]
-            if self._is_waiting(entry):
+        return self._first(self._heaps[min(self._turn, len(self._heaps) - 1)])
+
+    def overtakes(self, sequence: Sequence) -> bool:
+        """Whether others come before it by key."""
+        return self._turn > 0 and sequence is not self._first(self._heaps[0])
+
+    def _first(self, heap: list[Entry]) -> Sequence | None:
+        while heap:
+            _, _, sequence = entry = heap[0]
+            if not self._is_waiting(entry):
+                heapq.heappop(heap)
+            elif sequence.serial in self._aside:
+                self._withheld.append((heap, heapq.heappop(heap)))
+            else:
                 return sequence
-            heapq.heappop(self._heap)
         return None
 
-    def set_aside(self) -> None:
-        """Passes over the next to be served until bring_back()."""
-        self._aside.append(heapq.heappop(self._heap))
+    def take(self, sequence: Sequence) -> None:
+        """It is served: it leaves, and the turn passes on."""
+        self.remove(sequence)
+        self._turn = (self._turn + 1) % (1 + SHORT_TURNS)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Passes it over until bring_back()."""
+        self._aside.add(sequence.serial)
 
     def bring_back(self) -> None:
         """Those set aside take their places again."""
-        for entry in self._aside:
-            heapq.heappush(self._heap, entry)
+        for heap, entry in self._withheld:
+            heapq.heappush(heap, entry)
+        self._withheld.clear()
         self._aside.clear()
 
     def remove(self, sequence: Sequence) -> None:
         del self._waiting[sequence.serial]
         self.num_tokens -= len(sequence.tokens)
-        if len(self._heap) > 2 * len(self._waiting) + 64:  # mostly ghosts: sweep them out
-            self._heap = [entry for entry in self._heap if self._is_waiting(entry)]
-            heapq.heapify(self._heap)
+        for heap in self._heaps:
+            if len(heap) > 2 * len(self._waiting) + 64:  # mostly ghosts: sweep them out
+                heap[:] = filter(self._is_waiting, heap)
+                heapq.heapify(heap)
 
-    def _is_waiting(self, entry: tuple[tuple, int, Sequence]) -> bool:
+    def _is_waiting(self, entry: Entry) -> bool:
         _, number, sequence = entry
         return self._waiting.get(sequence.serial, (None,))[0] == number
 
@@ -83,8 +109,8 @@ class FairQueue:
     never too high: it is brought up to date when it surfaces.
     """
 
-    def __init__(self, key: Callable[[Sequence], tuple], ledger: ServiceLedger):
-        self._key = key
+    def __init__(self, ledger: ServiceLedger, key: Key, short_key: Key | None = None):
+        self._keys = (key, short_key)
         self._ledger = ledger
         self._queues: dict[int, WaitingQueue] = {}  # by tenant number; never empty ones
         self._heap: list[tuple[float, int, int]] = []  # (service when pushed, tenant, entry)
@@ -113,7 +139,7 @@ class FairQueue:
     def push(self, sequence: Sequence) -> None:
         tenant = self._ledger.number(sequence.request.tenant)
         if tenant not in self._queues:
-            self._queues[tenant] = WaitingQueue(self._key)
+            self._queues[tenant] = WaitingQueue(*self._keys)
             self._entries += 1
             self._entry_of[tenant] = self._entries
             heapq.heappush(self._heap, (self._ledger.service_U[tenant], tenant, self._entries))
@@ -134,10 +160,20 @@ class FairQueue:
                 return self._queues[tenant].peek()
         return None
 
-    def set_aside(self) -> None:
-        """Passes over the next to be served until bring_back()."""
-        queue = self._queues[self._heap[0][1]]  # peek() left its tenant on top
-        queue.set_aside()
+    def overtakes(self, sequence: Sequence) -> bool:
+        """Whether others of its tenant come before it by key."""
+        return self._of_tenant(sequence).overtakes(sequence)
+
+    def take(self, sequence: Sequence) -> None:
+        """It is served: it leaves, and the turn within its tenant passes on."""
+        queue = self._of_tenant(sequence)
+        queue.take(sequence)
+        self._left(queue, sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Passes it over until bring_back()."""
+        queue = self._of_tenant(sequence)
+        queue.set_aside(sequence)
         self._aside.append(queue)
 
     def bring_back(self) -> None:
@@ -147,12 +183,19 @@ class FairQueue:
         self._aside.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        tenant = self._ledger.number(sequence.request.tenant)
-        queue = self._queues[tenant]
+        queue = self._of_tenant(sequence)
         queue.remove(sequence)
+        self._left(queue, sequence)
+
+    def _of_tenant(self, sequence: Sequence) -> WaitingQueue:
+        return self._queues[self._ledger.number(sequence.request.tenant)]
+
+    def _left(self, queue: WaitingQueue, sequence: Sequence) -> None:
+        """The sequence is out of its tenant's queue; an empty one is dropped."""
         self._length -= 1
         self.num_tokens -= len(sequence.tokens)
         if not len(queue):
+            tenant = self._ledger.number(sequence.request.tenant)
             del self._queues[tenant], self._entry_of[tenant]
             if len(self._heap) > 2 * len(self._queues) + 64:
                 self._heap = [e for e in self._heap if self._entry_of.get(e[1]) == e[2]]

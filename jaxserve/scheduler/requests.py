@@ -78,7 +78,13 @@ class OpenRequests:
         self._ledger.enter(self._ledger.number(sequence.request.tenant))
         self.queue.push(sequence)
 
+    def serve(self, sequence: Sequence) -> None:
+        """The sequence leaves the queue for a slot."""
+        self.queue.take(sequence)
+        self._ledger.leave(self._ledger.number(sequence.request.tenant))
+
     def dequeue(self, sequence: Sequence) -> None:
+        """The sequence leaves the queue because it ends."""
         self.queue.remove(sequence)
         self._ledger.leave(self._ledger.number(sequence.request.tenant))
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.scheduler.batch import ActiveBatch, Admission, Kept
-from jaxserve.scheduler.budget import ChunkBudget, oldest_first, share_prefill
+from jaxserve.scheduler.batch import ActiveBatch
+from jaxserve.scheduler.budget import MIN_CHUNK, ChunkBudget, oldest_first, share_prefill
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate
 from jaxserve.scheduler.guard import Action, Guard
@@ -30,10 +30,12 @@ from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.plan import Decision, StepPlan
 from jaxserve.scheduler.policy import POLICIES
-from jaxserve.scheduler.preemption import choose_victim, evictable, victims_for
+from jaxserve.scheduler.preemption import choose_victim, evictable
 from jaxserve.scheduler.queue import FairQueue, WaitingQueue
+from jaxserve.scheduler.refill import Refill
 from jaxserve.scheduler.requests import OpenRequests
 from jaxserve.scheduler.rows import assemble, attach_logprobs, attach_scores, choose_rows
+from jaxserve.scheduler.shares import right_of_way
 from jaxserve.scheduler.stats import Stats
 from jaxserve.scheduler.stops import StopRules
 from jaxserve.scheduler.vitals import Vitals
@@ -78,16 +80,28 @@ class Scheduler:
         self._batch = ActiveBatch(limits, cache_key)
         self._slots = self._batch.slots
         self._pool = self._batch.pool
-        if self._policy.fair:
-            self._queue = FairQueue(self._policy.key, self._ledger)
-        else:
-            self._queue = WaitingQueue(self._policy.key)
+        keys = (self._policy.key, self._policy.short_key if config.prefill_sharing else None)
+        fair = self._policy.fair
+        self._queue = FairQueue(self._ledger, *keys) if fair else WaitingQueue(*keys)
         self._requests = OpenRequests(self._queue, self._ledger, self._gate)
         self._events: list[TokenEvent] = []  # ends decided outside absorb
         self._preempted: list[Decision] = []  # since the last plan
         self._host = HostPages(limits.host_pages, limits.swap_s_per_page)
         self._stops = StopRules(limits.vocab_size, limits.eos_ids)
         self._vitals = Vitals()
+        self._refill = Refill(
+            limits=limits,
+            policy=self._policy,
+            batch=self._batch,
+            requests=self._requests,
+            ledger=self._ledger,
+            gate=self._gate,
+            guard=self._guard,
+            host=self._host,
+            stops=self._stops,
+            stats=self._stats,
+            preempt=self._preempt,
+        )
 
     @classmethod
     def from_config(
@@ -231,15 +245,13 @@ class Scheduler:
         changes = self._watch_signs(now)
         for slot in self._in_policy_order(self._batch.grow()):
             self._grow_in_shortage(slot, now)
-        admits, admitted, waiting = self._admit(now)
+        refilled = self._refill(now)
         decode, prefill = choose_rows(self._slots, self.limits.page_size)
         if not len(decode) and not len(prefill):
             return None
         budget = self._tokens_of_step(len(decode))
-        chunks = self._slots.pending(prefill)
-        if len(prefill):
-            chunks = self._share(chunks, budget - len(decode))
-            prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
+        chunks = self._chunks(prefill, budget - len(decode))
+        prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
@@ -251,12 +263,12 @@ class Scheduler:
             chunks,
             on_paper=self._on_paper,
             step=self._stats.steps,
-            admits=admits,
-            admitted=admitted,
+            admits=tuple(refilled.admits),
+            admitted=tuple(refilled.admitted),
             preempted=preempted,
             swap_out=swap_out,
             swap_in=swap_in,
-            waiting=waiting,
+            waiting=tuple(refilled.waiting),
             guard=changes,
             budget=budget,
         )
@@ -281,6 +293,7 @@ class Scheduler:
             if victim is None:
                 return
             self._preempt(victim, f"slot {slot} needed its pages", now)
+            self._vitals.preempted(now)
 
     def _preempt(self, slot: int, reason: str, now: float | None = None) -> None:
         """Back to the queue, tokens kept; when it returns, its KV is found, fetched or computed
@@ -294,104 +307,27 @@ class Scheduler:
         sequence.must_pass = len(sequence.tokens)
         sequence.num_preemptions += 1
         self._stats.preemptions += 1
-        if now is not None:
-            self._vitals.preempted(now)
         self._requests.enqueue(sequence)
         self._preempted.append(Decision(sequence.id, reason))
-
-    def _admit(self, now: float):
-        """Fills free slots from the queue, in the policy's order, while pages last.
-
-        Nobody overtakes the head of the queue: a large request that waits for pages gets them. One
-        that waits for a running sequence to compute their common prefix lets others pass, but its
-        slot and pages are kept for it.
-        Returns the plan's (admits, admitted, waiting).
-        """
-        head, closed = self._queue.peek(), self._why_closed()
-        if head is None or closed is not None:
-            return (), (), () if head is None else (Decision(head.id, closed),)
-        admits, admitted, waiting, kept = [], [], [], Kept()
-        while head is not None and kept.slots < self.limits.num_slots:
-            admission = self._admit_one(head, kept, admits, admitted)
-            if admission.slot is None and not admission.waits and self._make_room(head, kept, now):
-                admission = self._admit_one(head, kept, admits, admitted)
-            if admission.slot is None:
-                waiting.append(Decision(head.id, admission.why_not))
-                if not admission.waits:
-                    break
-                kept.add(admission)
-                self._queue.set_aside()
-            head = self._queue.peek()
-        self._queue.bring_back()
-        if admits:
-            self._gate.drained(len(admits), now)
-        return tuple(admits), tuple(admitted), tuple(waiting)
-
-    @property
-    def _is_static(self) -> bool:
-        """Whether a batch is admitted at once and nobody joins it later."""
-        return self.limits.batching == "static" or self._guard.wants(Action.STATIC_BATCHING)
-
-    def _why_closed(self) -> str | None:
-        """Why nobody at all is admitted now."""
-        if not self._slots.num_running:
-            return None
-        if self.limits.batching == "static":
-            return "the static batch is still running"
-        if self._guard.wants(Action.STATIC_BATCHING):
-            return "the guard fell back to static batching"
-        if self._guard.wants(Action.PAUSE_ADMISSION):
-            return "the guard paused admission"
-        return None
-
-    def _admit_one(self, sequence: Sequence, kept: Kept, admits: list, admitted: list) -> Admission:
-        """Gives the head of the queue a slot and pages, if it can have them."""
-        tenant = self._ledger.number(sequence.request.tenant)
-        standing = self._policy.standing(sequence)
-        spare, may_wait = self._spare_pages(), not self._is_static
-        admission = self._batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
-        if admission.slot is None:
-            return admission
-        self._requests.dequeue(sequence)
-        self._stops.admit(sequence)
-        self._host.fetch(sequence, admission.swap_in)
-        known, cached, verb = len(sequence.tokens), admission.num_cached, "resumed"
-        if not sequence.num_preemptions:
-            verb = "admitted"
-            sequence.num_cached = cached
-            self._stats.prefix_query_tokens += known
-            self._stats.prefix_hit_tokens += cached
-            self._ledger.charge_input(tenant, known - cached)
-        admits.append((admission.slot, sequence))
-        admitted.append(Decision(sequence.id, f"{verb}, {cached} of {known} tokens cached"))
-        return admission
-
-    def _spare_pages(self) -> int:
-        """Pages an admission leaves free: one for each running row to grow into, lest it end in a
-        preemption. With nothing running, all may go."""
-        running = self._slots.num_running
-        if running and self._guard.wants(Action.SPARE_PAGES):
-            return max(running, self._pool.capacity // 10)
-        return running
-
-    def _make_room(self, head: Sequence, kept: Kept, now: float) -> bool:
-        """Evicts running sequences of a higher standing for the head of the queue, if it helps."""
-        if not self._policy.evicts:
-            return False
-        candidates = evictable(self._slots, self._policy, above=self._policy.standing(head))
-        if not candidates:
-            return False
-        pages = self.limits.pages_for(len(head.tokens)) + self._spare_pages() + kept.pages
-        victims = victims_for(self._slots, self._pool, candidates, kept.slots + 1, pages)
-        for victim in victims:
-            self._preempt(victim, f"{head.request.id} goes first", now)
-        return bool(victims)
 
     def _tokens_of_step(self, num_decode: int) -> int:
         budget = self._budget.tokens(num_decode)
         if self._guard.wants(Action.SMALLER_CHUNKS):
             budget = num_decode + -(-(budget - num_decode) // 2)
         return max(budget, min(num_decode + 1, self.limits.token_budget))
+
+    def _chunks(self, prefill: np.ndarray, budget: int) -> np.ndarray:
+        """Tokens for the prompt in each of these slots."""
+        pending = self._slots.pending(prefill)
+        if self._policy.fair and len(prefill) > 1:
+            first = right_of_way(self._slots, prefill, self._ledger.num_present)
+            if first.any() and not first.all():
+                chunks = np.zeros_like(pending)
+                chunks[first] = self._share(pending[first], budget)
+                left = min(budget - int(chunks.sum()), MIN_CHUNK)
+                chunks[~first] = self._share(pending[~first], left)
+                return chunks
+        return self._share(pending, budget)
 
     def _watch_signs(self, now: float) -> tuple[str, ...]:
         if not self._guard.is_due(now):

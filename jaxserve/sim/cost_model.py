@@ -3,10 +3,16 @@
 A step's seconds are a sum of parts, each a count times a price, none negative:
 
     step      1                         launching it at all
-    token     T                         the matrix products and everything else a token costs
+    token     T, padded                 the matrix products and everything else a token costs
     row       S                         sampling
     kv_token  sum of KV lengths         reading the cache, once a row
     pair      sum of chunk * KV length  attention's arithmetic in prefill chunks
+    page      pages copied              KV of preempted sequences to the host's memory, or back
+
+A compiled step has one of a few sizes and computes what it is padded by as well: the token part
+counts the smallest of `sizes` that holds the step. Small ones do not cost in proportion (a single
+token is a matrix-vector product): for each size there is a factor on the sum, the median of what
+its steps took beside what the parts say.
 
 Prices are fitted to the steps of a decision log, each weighted so that relative errors count: a
 decode step of 5 ms is as much worth getting right as a prefill step of 500.
@@ -14,46 +20,77 @@ decode step of 5 ms is as much worth getting right as a prefill step of 500.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import pathlib
 
 import numpy as np
 
+from jaxserve.scheduler.limits import step_sizes
 from jaxserve.scheduler.plan import StepPlan
 
 FEWEST_STEPS = 20
-PARTS = ("step", "token", "row", "kv_token", "pair")
+FEWEST_OF_A_SIZE = 3
+PARTS = ("step", "token", "row", "kv_token", "pair", "page")
 
 
-def features(start_S: np.ndarray, count_S: np.ndarray) -> np.ndarray:
-    """The count of each part, float64 [5], of a step whose rows compute count_S tokens from
-    start_S on."""
+def padded(num_tokens: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of the sizes (ascending) that holds so many tokens; without one, no padding."""
+    place = bisect.bisect_left(sizes, num_tokens)
+    return sizes[place] if place < len(sizes) else num_tokens
+
+
+def features(
+    start_S: np.ndarray, count_S: np.ndarray, num_copied: int = 0, sizes: tuple[int, ...] = ()
+) -> np.ndarray:
+    """The count of each part, float64 [6], of a step whose rows compute count_S tokens from
+    start_S on, and before which num_copied pages travel."""
     kv_len_S = start_S + count_S
     pairs = np.dot(np.where(count_S > 1, count_S, 0).astype(np.float64), kv_len_S)
-    return np.array([1.0, count_S.sum(), len(count_S), kv_len_S.sum(), pairs])
+    tokens = padded(int(count_S.sum()), sizes)
+    return np.array([1.0, tokens, len(count_S), kv_len_S.sum(), pairs, num_copied])
+
+
+def features_of(plan: StepPlan, sizes: tuple[int, ...] = ()) -> np.ndarray:
+    num_copied = len(plan.swap_out) + len(plan.swap_in)
+    return features(plan.start_S, plan.count_S, num_copied, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Seconds for one of each part. error: mean relative error where it was fitted."""
+    """Seconds for one of each part; the sizes that steps are padded to, none when they are not, and
+    a factor for each. error: mean relative error where it was fitted."""
 
     price: tuple[float, ...]
+    sizes: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
     source: str = ""
     steps: int = 0
     error: float = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
-        """Of one step. The product of features() and prices, in a third of the time."""
-        step, token, row, kv_token, pair = self.price
-        kv_len_S = plan.end_S
-        seconds = step + token * plan.num_tokens + row * plan.num_rows
+        """Of one step. The product of features_of() and prices, in a third of the time, and the
+        factor of its size."""
+        step, token, row, kv_token, pair, page = self.price
+        kv_len_S, tokens = plan.end_S, padded(plan.num_tokens, self.sizes)
+        seconds = step + token * tokens + row * plan.num_rows
         seconds += kv_token * int(kv_len_S.sum())
         if plan.num_decode < plan.num_rows:
             chunk_S = plan.count_S[plan.num_decode :]
             chunk_S[chunk_S == 1] = 0
             seconds += pair * int(np.dot(chunk_S.astype(np.int64), kv_len_S[plan.num_decode :]))
-        return seconds
+        if plan.swap_out or plan.swap_in:
+            seconds += page * (len(plan.swap_out) + len(plan.swap_in))
+        return seconds * self.factors[self.sizes.index(tokens)] if tokens in self.sizes else seconds
+
+    def with_budget(self, token_budget: int) -> CostModel:
+        """The same prices where steps have the sizes of another token budget."""
+        sizes, known = step_sizes(token_budget), dict(zip(self.sizes, self.factors))
+        if self.sizes in ((), sizes):
+            return self
+        factors = tuple(known.get(size, 1.0) for size in sizes)
+        return dataclasses.replace(self, sizes=sizes, factors=factors)
 
     def save(self, path: pathlib.Path) -> None:
         record = dataclasses.asdict(self) | {"price": dict(zip(PARTS, self.price))}
@@ -65,13 +102,26 @@ class CostModel:
         try:
             record = json.loads(pathlib.Path(path).read_text())
             price = tuple(float(record["price"][part]) for part in PARTS)
-            return cls(price, record["source"], record["steps"], record["error"])
+            sizes = tuple(int(size) for size in record["sizes"])
+            factors = tuple(float(factor) for factor in record["factors"])
+            if len(sizes) != len(factors):
+                raise ValueError("sizes and factors go together")
+            return cls(price, sizes, factors, record["source"], record["steps"], record["error"])
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a cost model: {error!r}") from error
 
     @classmethod
-    def fit(cls, parts_RF: np.ndarray, seconds_R: np.ndarray, source: str = "") -> CostModel:
-        """Prices from measured steps, R of them. Raises ValueError when there are too few."""
+    def fit(
+        cls,
+        parts_RF: np.ndarray,
+        seconds_R: np.ndarray,
+        *,
+        sizes: tuple[int, ...] = (),
+        page_s: float = 0.0,
+        source: str = "",
+    ) -> CostModel:
+        """Prices from measured steps, R of them, with these sizes. page_s: price of a page where no
+        step has any copied. Raises ValueError when there are too few steps."""
         if len(seconds_R) < FEWEST_STEPS:
             raise ValueError(
                 f"{len(seconds_R)} steps are too few to fit a cost model; record {FEWEST_STEPS}"
@@ -81,15 +131,26 @@ class CostModel:
         price_F = _non_negative_least_squares(
             parts_RF / seconds_R[:, None], np.ones(len(seconds_R))
         )
-        error = np.abs(parts_RF @ price_F / seconds_R - 1).mean()
-        return cls(tuple(price_F.tolist()), source, len(seconds_R), float(error))
+        ratio_R = seconds_R / (parts_RF @ price_F)
+        factors = tuple(_factor(ratio_R[parts_RF[:, 1] == size]) for size in sizes)
+        known = dict(zip(sizes, factors))
+        error = np.abs([known.get(t, 1.0) / r - 1 for t, r in zip(parts_RF[:, 1], ratio_R)]).mean()
+        if not parts_RF[:, -1].any():
+            price_F[-1] = page_s
+        return cls(tuple(price_F.tolist()), sizes, factors, source, len(seconds_R), float(error))
 
 
 # About one H100 running a model of 8e9 parameters in bfloat16, from public figures: weights of
-# 16 GB at 3 TB/s each step, 2 * 8e9 operations a token at 500 TFLOP/s, 128 KiB of KV a token.
+# 16 GB at 3 TB/s each step, 2 * 8e9 operations a token at 500 TFLOP/s, 128 KiB of KV a token; pages
+# of 16 tokens over a bus of 25 GB/s.
 EXAMPLE = CostModel(
-    (6e-3, 32e-6, 10e-6, 45e-9, 1e-9), source="8e9 parameters on one H100, estimated"
+    (6e-3, 32e-6, 10e-6, 45e-9, 1e-9, 84e-6), source="8e9 parameters on one H100, estimated"
 )
+
+
+def _factor(ratio_R: np.ndarray) -> float:
+    """Median; of too few steps to tell, 1."""
+    return float(np.median(ratio_R)) if len(ratio_R) >= FEWEST_OF_A_SIZE else 1.0
 
 
 def _without_outliers(parts_RF: np.ndarray, seconds_R: np.ndarray) -> np.ndarray:

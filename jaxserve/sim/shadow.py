@@ -23,10 +23,10 @@ import numpy as np
 import orjson
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.limits import Limits, step_sizes
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.sim.cost_model import FEWEST_STEPS, CostModel, features
+from jaxserve.sim.cost_model import FEWEST_STEPS, CostModel, features_of
 from jaxserve.sim.simulator import VOCAB_SIZE, simulate
 from jaxserve.sim.workload import Arrival
 from jaxserve.types import FinishReason, Sequence, StepResult
@@ -61,7 +61,7 @@ class Shadow:
         if policy == config.policy:
             raise ValueError(f"--shadow_policy={policy}: that is what serves already; try another")
         self._limits = dataclasses.replace(
-            limits, vocab_size=VOCAB_SIZE, eos_ids=(), prefix_caching=False, host_pages=0
+            limits, vocab_size=VOCAB_SIZE, eos_ids=(), prefix_caching=False
         )
         self._configs = {
             name: dataclasses.replace(config, policy=name) for name in (config.policy, policy)
@@ -81,7 +81,8 @@ class Shadow:
     def on_step(self, plan: StepPlan, seconds: float) -> None:
         """Observer hook of the engine."""
         if self._cost is None:
-            self._steps.append((features(plan.start_S, plan.count_S), seconds))
+            sizes = step_sizes(self._limits.token_budget)
+            self._steps.append((features_of(plan, sizes), seconds))
 
     def on_end(self, sequence: Sequence) -> None:
         if not sequence.num_output:
@@ -122,7 +123,7 @@ class Shadow:
         return {
             "limits": dataclasses.asdict(self._limits),
             "configs": {name: dataclasses.asdict(c) for name, c in self._configs.items()},
-            "price": None if self._cost is None else self._cost.price,
+            "cost": None if self._cost is None else dataclasses.asdict(self._cost),
             "parts": [parts.tolist() for parts, _ in steps],
             "seconds": [seconds for _, seconds in steps],
             "arrivals": [dataclasses.astuple(arrival) for arrival in arrivals],
@@ -212,10 +213,15 @@ class ShadowedScheduler:
 def simulate_job(job: dict) -> dict[str, dict]:
     """Policy -> summary of how the arrivals of Shadow.job() fare under it."""
     limits = Limits(**{**job["limits"], "eos_ids": ()})
-    if job["price"] is None:
-        cost = CostModel.fit(np.array(job["parts"]), np.array(job["seconds"]))
+    if job["cost"] is None:
+        cost = CostModel.fit(
+            np.array(job["parts"]),
+            np.array(job["seconds"]),
+            sizes=step_sizes(limits.token_budget),
+            page_s=limits.swap_s_per_page / 2,
+        )
     else:
-        cost = CostModel(tuple(job["price"]))
+        cost = CostModel(**job["cost"])
     arrivals = [Arrival(*values[:-1]) for values in job["arrivals"]]
     return {
         name: simulate(iter(arrivals), limits, SchedulerConfig(**config), cost).summary()

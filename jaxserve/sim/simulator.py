@@ -200,6 +200,7 @@ def simulate(
 ) -> Report:
     """Serves the arrivals on paper."""
     scheduler = Scheduler(limits, config, cache_key=b"simulation", on_paper=True)
+    cost = cost.with_budget(limits.token_budget)
     return Simulation(scheduler, cost.seconds, targets=targets).run(arrivals)
 
 
@@ -228,6 +229,7 @@ def run(
     token_budget: int = 2048,
     max_model_len: int = 32_768,
     prefix_caching: bool = False,
+    host_pages: int = 0,
     config: SchedulerConfig | None = None,
     plot: str | None = None,
     out=print,
@@ -237,7 +239,7 @@ def run(
 
     speed: factor on the workload's arrival times. plot: file for a picture of policy against
     policy. progress(policy, arrivals, of how many) is called as time goes by. Raises ValueError for
-    a workload or a cost model that is not there.
+    a workload, a policy or a cost model that is not there.
     """
     config = config or SchedulerConfig()
     cost = EXAMPLE if cost_model is None else CostModel.load(pathlib.Path(cost_model))
@@ -250,16 +252,20 @@ def run(
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         prefix_caching=prefix_caching,
+        host_pages=host_pages,
+        swap_s_per_page=2 * cost.price[-1],
         max_queued=1_000_000,
         max_queued_tokens=10**12,
     )
+    configs = [dataclasses.replace(config, policy=policy) for policy in policies]
+    for chosen in configs:
+        chosen.validate()
     reports = []
-    for policy in policies:
+    for chosen in configs:
         arrivals = workload(workload_name, traces=pathlib.Path(traces), rate=rate, count=count)
         if progress is not None:
             size = workload_size(workload_name, traces=pathlib.Path(traces), count=count)
-            arrivals = _counted(arrivals, size, policy, progress)
-        chosen = dataclasses.replace(config, policy=policy)
+            arrivals = _counted(arrivals, size, chosen.policy, progress)
         reports.append(simulate(sped_up(arrivals, speed), limits, chosen, cost))
         for line in reports[-1].lines():
             out(line)

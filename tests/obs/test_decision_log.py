@@ -20,6 +20,7 @@ from jaxserve.obs.decision_log import (
 )
 from jaxserve.obs.explain import explain
 from jaxserve.obs.explain import run as run_explain
+from jaxserve.scheduler.limits import step_sizes
 from jaxserve.sim.cost_model import PARTS, CostModel
 from jaxserve.types import FinishReason, RequestRefused
 from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
@@ -181,10 +182,18 @@ def test_explain_tells_of_a_refusal(tmp_path):
 
 def test_calibrate_finds_the_prices_back(tmp_path):
     """The clock of the recording is moved by known prices; the fit returns them."""
-    prices = np.array([5e-3, 2e-4, 1e-4, 3e-6, 1e-6])
-    truth = CostModel(tuple(prices))
+    prices = np.array([5e-3, 2e-4, 1e-4, 3e-6, 1e-6, 4e-3])
+    sizes = step_sizes(64)
+    truth = CostModel(tuple(prices), sizes, (1.0,) * len(sizes))
     driver = Driver(
-        small_limits(num_slots=8, num_pages=400, token_budget=64, max_model_len=200),
+        small_limits(
+            num_slots=8,
+            num_pages=64,
+            token_budget=64,
+            max_model_len=200,
+            host_pages=100,
+            prefix_caching=False,
+        ),
         pipelined=False,
         check=False,
         wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
@@ -212,4 +221,4 @@ def test_cost_models_that_are_not(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.json is not a cost model"):
         CostModel.load(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="too few"):
-        CostModel.fit(np.ones((3, 5)), np.ones(3))
+        CostModel.fit(np.ones((3, 6)), np.ones(3))

@@ -107,7 +107,8 @@ def test_who_waits_goes_on_when_the_source_is_gone(end):
 
 def test_others_pass_but_the_place_is_kept():
     """Three slots: one computes, one is kept for whoever waits, one is for somebody else."""
-    driver = Driver(small_limits(num_slots=3, token_budget=6))
+    alone = SchedulerConfig(prefill_sharing=False)
+    driver = Driver(small_limits(num_slots=3, token_budget=6), alone)
     driver.send(alike(0), "source", max_tokens=2)
     driver.send(alike(1), "waits", max_tokens=2)
     driver.send(tokens(9, first=60), "passes", max_tokens=40, ignore_eos=True)
@@ -124,7 +125,8 @@ def test_others_pass_but_the_place_is_kept():
 
 
 def test_pages_are_kept_too():
-    driver = Driver(small_limits(num_pages=28, token_budget=6))
+    alone = SchedulerConfig(prefill_sharing=False)
+    driver = Driver(small_limits(num_pages=28, token_budget=6), alone)
     driver.send(alike(0), "source", max_tokens=2)  # 12 of 27 pages
     driver.send(alike(1), "waits", max_tokens=2)  # 12 are kept for it
     driver.send(tokens(9, first=60), "passes")  # needs 3

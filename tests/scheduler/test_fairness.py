@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.budget import MIN_CHUNK
 from jaxserve.scheduler.fairness import MAX_IDLE_TENANTS, ServiceLedger
 from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
@@ -115,10 +116,45 @@ def test_a_flood_does_not_delay_the_other_tenant():
         driver = Driver(small_limits(**LIMITS), SchedulerConfig(policy=policy), check=False)
         for _ in range(100):
             driver.send([5] * 20, tenant="flood", max_tokens=10, ignore_eos=True)
-        light = [driver.send([7] * 10, tenant="light", max_tokens=5) for _ in range(3)]
+        light = [driver.send([7] * 20, tenant="light", max_tokens=5) for _ in range(3)]
         driver.run()
         first[policy] = max(driver.token_times[key, 0][0] for key in light)
     assert first["vtc"] < 25 < 200 < first["fcfs"]
+
+
+def test_a_tenant_below_its_share_of_slots_need_not_wait_for_one():
+    """The flood runs for long in every slot; the other gets its first token as if it were alone."""
+    limits = small_limits(num_pages=4 * 40, max_model_len=160)
+    driver = Driver(limits, SchedulerConfig(policy="vtc"))
+    for first in range(8):
+        prompt = [first + i for i in range(8)]
+        driver.send(prompt, tenant="flood", max_tokens=100, ignore_eos=True)
+    for _ in range(12):
+        driver.step()
+    sent = driver.now
+    light = [driver.send([50 + i] * 6, tenant="light", max_tokens=30) for i in range(4)]
+    driver.run().check_outputs()
+    waited = sorted(driver.token_times[key, 0][0] - sent for key in light)
+    assert waited[1] <= 3  # two of four slots are its share
+    assert 2 <= driver.scheduler.stats().preemptions <= len(light)
+    reasons = [d.reason for plan in driver.plans for d in plan.preempted]
+    assert all(reason.endswith("goes first") for reason in reasons)
+
+
+def test_a_prompt_of_a_tenant_below_its_share_is_computed_first():
+    """The flood holds three slots and computes long prompts; a short one of another tenant has the
+    step to itself, but for the few tokens with which prompts always advance."""
+    limits = small_limits(num_pages=4 * 40, max_model_len=160, token_budget=64)
+    driver = Driver(limits, SchedulerConfig(policy="vtc"))
+    for first in range(3):
+        prompt = [(7 * first + i * i) % VOCAB_SIZE for i in range(150)]
+        driver.send(prompt, tenant="flood", max_tokens=5, ignore_eos=True)
+    driver.step()
+    driver.send([50 + i for i in range(30)], "short", tenant="light", max_tokens=5)
+    plan = driver.step()
+    tokens = dict(zip((s.request.id for s in plan.sequences), plan.count_S.tolist()))
+    assert tokens.pop("short") == 30 and sum(tokens.values()) == MIN_CHUNK
+    driver.run().check_outputs()
 
 
 def test_work_conserving():

@@ -107,7 +107,7 @@ def test_unfairness_sheds_the_greediest_tenant():
     driver = Driver(small_limits(num_slots=1), SchedulerConfig(guard_fairness_gap=100.0, **OFF))
     for index in range(8):
         driver.send(prompt_of(9, index), tenant="greedy", max_tokens=20, ignore_eos=True)
-    driver.send(prompt_of(5), tenant="modest")
+    driver.send(prompt_of(9), tenant="modest")
     for _ in range(80):
         driver.step()
     assert raised(driver) == {Action.SHED_GREEDIEST.value}

@@ -159,7 +159,11 @@ def test_a_sequence_may_enter_again_while_its_ghost_is_in_the_heap():
 
 def test_ghosts_do_not_pile_up():
     ledger = ServiceLedger()
-    queues = WaitingQueue(POLICIES["fcfs"].key), FairQueue(POLICIES["vtc"].key, ledger)
+    fcfs, vtc = POLICIES["fcfs"], POLICIES["vtc"]
+    queues = (
+        WaitingQueue(fcfs.key, fcfs.short_key),
+        FairQueue(ledger, vtc.key, vtc.short_key),
+    )
     keep = sequence(0, "kept")
     for queue in queues:
         queue.push(keep)
@@ -167,7 +171,68 @@ def test_ghosts_do_not_pile_up():
             passing = sequence(serial, f"t{serial % 7}")
             queue.push(passing)
             queue.remove(passing)
-        assert len(queue._heap) < 200 and len(queue) == 1 and queue.peek() is keep
+        inner = queue if isinstance(queue, WaitingQueue) else queue._queues[ledger.number("kept")]
+        assert all(len(heap) < 200 for heap in inner._heaps)
+        assert len(queue) == 1 and queue.peek() is keep
+    assert len(queue._heap) < 200  # of tenants
+
+
+def pop(queue):
+    first = queue.peek()
+    queue.take(first)
+    return first
+
+
+def test_short_prompts_take_three_turns_of_four():
+    """Long ones came first. By turns of length a short one goes first, alike ones by arrival, and
+    every fourth turn is the oldest's: so a long one with k before it waits for 4k + 3 at most."""
+    queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
+    for serial, length in enumerate([900, 1000, 40, 33, 520, 60, 700, 20, 48, 50]):
+        queue.push(sequence(serial, length=length))
+    order, overtakes = [], []
+    while len(queue):
+        overtakes.append(queue.overtakes(queue.peek()))
+        order.append(pop(queue).serial)
+    assert order == [0, 7, 2, 3, 1, 5, 8, 9, 4, 6]
+    assert overtakes == [False, True, True, True, False, True, True, True, False, False]
+
+
+def test_one_that_lost_its_place_goes_before_shorter_ones():
+    queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
+    for serial, length in enumerate([500, 400, 300, 8]):
+        queue.push(sequence(serial, length=length))
+    assert pop(queue).serial == 0
+    back = sequence(9, length=800)
+    back.num_preemptions = 1
+    queue.push(back)
+    assert pop(queue) is back and pop(queue).serial == 3
+
+
+def test_set_aside_by_one_key_is_set_aside_by_the_other():
+    queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
+    for serial, length in enumerate([90, 10, 80, 12]):
+        queue.push(sequence(serial, length=length))
+    queue.set_aside(queue.peek())  # 0, the oldest
+    assert pop(queue).serial == 1  # the oldest of the others
+    queue.set_aside(queue.peek())  # 3, the shortest
+    assert pop(queue).serial == 2 and queue.peek() is None
+    queue.bring_back()
+    assert [pop(queue).serial, pop(queue).serial] == [3, 0]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "vtc", "priority"])
+def test_a_long_prompt_is_not_starved_by_short_ones(policy):
+    """However many short ones come each step, it gets a slot within its turns."""
+    driver = Driver(small_limits(num_slots=1), SchedulerConfig(policy=policy), check=False)
+    driver.send(prompt_of(5), max_tokens=1)
+    driver.send(prompt_of(40), "long", max_tokens=2)
+    while ("long", 0) not in driver.ends:
+        for _ in range(3):
+            driver.send(prompt_of(4), max_tokens=1)
+        driver.step()
+    order = [s.request.id for plan in driver.plans for _, s in plan.admits]
+    assert order.index("long") <= 4
+    assert "before longer ones" in driver.plans[1].admitted[0].reason
 
 
 def test_deadline_policy_times_out_what_it_must():

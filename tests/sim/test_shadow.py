@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import verbs
 from jaxserve.config import SchedulerConfig, ServerConfig
-from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.limits import Limits, step_sizes
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim import shadow as shadows
 from jaxserve.sim.cost_model import CostModel
@@ -18,7 +18,7 @@ from tests.scheduler_driver import Driver, small_limits
 LIMITS = Limits(
     num_slots=2, num_pages=200, page_size=16, token_budget=32, max_model_len=512, vocab_size=100
 )
-SECOND_A_STEP = CostModel((1.0, 0.0, 0.0, 0.0, 0.0))
+SECOND_A_STEP = CostModel((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def ended(request):
@@ -104,7 +104,8 @@ def test_every_end_of_a_scheduler_is_seen():
 
 def test_prices_are_fitted_to_the_steps_seen():
     """As good as being told: the same reports as with the prices that the steps had."""
-    truth = CostModel((0.5, 0.01, 0.0, 0.0, 0.0))
+    sizes = step_sizes(small_limits().token_budget)
+    truth = CostModel((0.5, 0.01, 0.0, 0.0, 0.0, 0.0), sizes, (1.0,) * len(sizes))
     fitted = Shadow(small_limits(), SchedulerConfig(), "vtc")
     told = Shadow(small_limits(), SchedulerConfig(), "vtc", truth)
     driver = Driver(wrap=lambda scheduler: ShadowedScheduler(scheduler, fitted))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.sim.cost_model import CostModel, features
+from jaxserve.sim.cost_model import CostModel, features, features_of, padded
 from jaxserve.sim.report import Histogram
 from jaxserve.sim.simulator import VOCAB_SIZE, Simulation, Targets, run
 from jaxserve.sim.workload import (
@@ -28,7 +28,7 @@ from jaxserve.sim.workload import (
 )
 from jaxserve.types import Request, StepResult
 
-SECOND_A_STEP = CostModel((1.0, 0.0, 0.0, 0.0, 0.0))
+SECOND_A_STEP = CostModel((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def limits_of(**changes):
@@ -63,13 +63,29 @@ def test_one_request_by_hand():
 
 def test_on_paper_decides_the_same():
     """Plans without tokens and page tables are no other plans, and bring the same ends."""
-    limits, seconds = limits_of(num_pages=24), CostModel((0.01, 1e-3, 0.0, 0.0, 0.0)).seconds
+    limits, seconds = limits_of(num_pages=24), CostModel((0.01, 1e-3, 0.0, 0.0, 0.0, 0.0)).seconds
     reports = []
     for on_paper in (False, True):
         simulation = Simulation(Scheduler(limits, on_paper=on_paper), seconds)
         reports.append(simulation.run(poisson(2.0, 200, prompt=60, output=30, tenants=2)))
     assert reports[0].summary() == reports[1].summary()
     assert reports[0].preemptions > 0 and len(reports[0].group("all").e2e) > 150
+
+
+def test_pages_that_travel_save_computing_and_cost_time():
+    """KV kept on the host is not computed again; each page takes its price, out and in."""
+    reports = {}
+    for name, host_pages, page_s in (("none", 0, 0.0), ("free", 60, 0.0), ("dear", 60, 0.5)):
+        limits = limits_of(num_pages=24, host_pages=host_pages)
+        cost = CostModel((0.01, 1e-3, 0.0, 0.0, 0.0, page_s))
+        load = poisson(2.0, 100, prompt=60, output=30)
+        simulation = Simulation(Scheduler(limits, on_paper=True), cost.seconds, pipelined=False)
+        reports[name] = simulation.run(load)
+        kept = simulation.scheduler.stats().host_pages_kept
+        assert (kept > 0) == (name != "none")
+    assert reports["none"].preemptions > 0
+    assert reports["free"].computed_tokens < reports["none"].computed_tokens
+    assert reports["dear"].seconds > reports["free"].seconds + 1
 
 
 def test_seconds_are_features_times_prices():
@@ -81,8 +97,8 @@ def test_seconds_are_features_times_prices():
     scheduler.absorb(plan, StepResult(np.zeros(plan.num_rows, np.int32)), 0.0)
     plan = scheduler.plan(1.0)
     assert plan.num_decode and plan.num_rows > plan.num_decode
-    model = CostModel((3.0, 5.0, 7.0, 11.0, 13.0))
-    expected = features(plan.start_S, plan.count_S) @ np.array(model.price)
+    model = CostModel((3.0, 5.0, 7.0, 11.0, 13.0, 17.0), sizes=(8, 32, 96), factors=(1.0,) * 3)
+    expected = features_of(plan, model.sizes) @ np.array(model.price)
     assert model.seconds(plan) == pytest.approx(expected)
 
 
@@ -172,7 +188,25 @@ def test_histogram_quantiles_are_right_to_a_bucket(values, share):
 def test_features_of_a_mixed_step():
     """Two decoding rows at 10 and 20 tokens, a chunk of 5 after 3: pairs count the chunk alone."""
     parts = features(np.array([9, 19, 3]), np.array([1, 1, 5]))
-    assert parts.tolist() == [1, 7, 3, 10 + 20 + 8, 5 * 8]
+    assert parts.tolist() == [1, 7, 3, 10 + 20 + 8, 5 * 8, 0]
+
+
+def test_steps_are_padded_to_the_next_size():
+    assert [padded(count, (1, 4, 16)) for count in (1, 2, 4, 5, 16, 17)] == [1, 4, 4, 16, 16, 17]
+    parts = features(np.array([0, 9]), np.array([3, 1]), num_copied=2, sizes=(1, 16))
+    assert parts.tolist() == [1, 16, 2, 3 + 10, 3 * 3, 2]
+
+
+def test_each_size_has_its_factor():
+    """5, 20 and 50 ms for 1, 16 and 64 tokens lie on no line; with factors they are met."""
+    sizes, seconds_of = (1, 16, 64), {1: 0.005, 16: 0.020, 64: 0.050}
+    counts = [1, 16, 64] * 20
+    parts = np.array([features(np.array([0]), np.array([c]), 0, sizes) for c in counts])
+    model = CostModel.fit(parts, np.array([seconds_of[c] for c in counts]), sizes=sizes)
+    for place, size in enumerate(sizes):
+        told = parts[place] @ np.array(model.price) * model.factors[place]
+        assert told == pytest.approx(seconds_of[size])
+    assert model.error < 1e-9 and len(set(model.factors)) == 3
 
 
 def test_fit_ignores_pauses_and_never_goes_below_zero():
@@ -257,6 +291,8 @@ def test_the_verb_prints_a_table_and_draws(tmp_path):
     assert told[0] == ("fcfs", 0, 22) and told[-1] == ("vtc", 22, 22)
     assert [done for policy, done, _ in told if policy == "fcfs"] == list(range(23))
     assert [report.policy for report in reports] == ["fcfs", "vtc"]
+    with pytest.raises(ValueError, match="--policy=luck: choose one of fcfs"):
+        run(workload_name="skewed", policies=["fcfs", "luck"], out=lines.append)
     text = "\n".join(lines)
     assert "ttft p50" in text and "heavy" in text and "light" in text
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
