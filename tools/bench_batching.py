@@ -74,11 +74,12 @@ def build_and_weigh(config: EngineConfig):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto", help="as the engine's flag")
     parser.add_argument("--workload", default="skewed", help="a name or file of `jaxserve bench`")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--starts", type=int, default=1, help="cold and warm starts; 0: none")
     args = parser.parse_args()
-    config = EngineConfig(model=args.model)
+    config = EngineConfig(model=args.model, dtype=args.dtype)
     engine, grown = build_and_weigh(config)
     wanted = workload.make(
         WorkloadConfig(workload=args.workload), engine.tokenizer, engine.config.max_model_len
