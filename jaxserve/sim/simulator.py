@@ -228,7 +228,6 @@ def run(
     page_size: int = 16,
     token_budget: int = 2048,
     max_model_len: int = 32_768,
-    prefix_caching: bool = False,
     host_pages: int = 0,
     config: SchedulerConfig | None = None,
     plot: str | None = None,
@@ -237,13 +236,16 @@ def run(
 ) -> list[Report]:
     """`jaxserve simulate`: serves a workload under each policy, prints and returns the reports.
 
-    speed: factor on the workload's arrival times. plot: file for a picture of policy against
-    policy. progress(policy, arrivals, of how many) is called as time goes by. Raises ValueError for
-    a workload, a policy or a cost model that is not there.
+    Prefixes are cached if the workload tells which prompts begin alike. speed: factor on its
+    arrival times. plot: file for a picture of policy against policy. progress(policy, arrivals, of
+    how many) is called as time goes by. Raises ValueError for a workload, a policy or a cost model
+    that is not there.
     """
     config = config or SchedulerConfig()
     cost = EXAMPLE if cost_model is None else CostModel.load(pathlib.Path(cost_model))
     out(f"cost model: {cost.source}")
+    make = lambda: workload(workload_name, traces=pathlib.Path(traces), rate=rate, count=count)
+    first = next(make(), None)
     limits = Limits(
         num_slots=num_slots,
         num_pages=num_pages,
@@ -251,7 +253,7 @@ def run(
         token_budget=token_budget,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
-        prefix_caching=prefix_caching,
+        prefix_caching=first is not None and bool(first.blocks),
         host_pages=host_pages,
         swap_s_per_page=2 * cost.price[-1],
         max_queued=1_000_000,
@@ -262,7 +264,7 @@ def run(
         chosen.validate()
     reports = []
     for chosen in configs:
-        arrivals = workload(workload_name, traces=pathlib.Path(traces), rate=rate, count=count)
+        arrivals = make()
         if progress is not None:
             size = workload_size(workload_name, traces=pathlib.Path(traces), count=count)
             arrivals = _counted(arrivals, size, chosen.policy, progress)

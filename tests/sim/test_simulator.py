@@ -158,6 +158,17 @@ def test_shared_blocks_hit_the_prefix_cache():
     assert report.hit_tokens == 3 * 1024 and report.query_tokens == 4 * 1500
 
 
+def test_a_trace_that_tells_of_shared_blocks_is_served_with_them(tmp_path):
+    """Mooncake's ids of blocks of 512 tokens: the second prompt begins as the first, the last page
+    of which is not looked for: one token must be left to compute."""
+    record = {"input_tokens": 1024, "output_tokens": 2, "hash_ids": [7, 8]}
+    lines = [json.dumps({"arrival_s": at} | record) for at in (0.0, 100.0)]
+    (tmp_path / "mooncake_conversation.jsonl").write_text("\n".join(lines))
+    quiet = lambda line: None
+    (report,) = run(workload_name="mooncake_conversation", traces=str(tmp_path), out=quiet)
+    assert report.hit_tokens == 1008 and report.query_tokens == 2048
+
+
 def test_goodput_counts_requests_within_their_targets():
     scheduler = Scheduler(limits_of(num_slots=1))
     simulation = Simulation(
