@@ -72,6 +72,15 @@ class Driver:
     def abort(self, request_id):
         self.take(self.scheduler.abort(request_id))
 
+    def lose_device(self, *, keep_running):
+        """A step failed: the pages are gone; what ran is computed anew, or fails with them."""
+        if keep_running:
+            self.scheduler.requeue_all()
+        else:
+            self.take(self.scheduler.fail_running(RuntimeError("lost")))
+        self.runner.reset()
+        self.in_flight = None
+
     def step(self):
         """One turn of the engine's loop. Returns the plan, None when nothing could run."""
         self.now += 1.0

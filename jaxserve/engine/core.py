@@ -99,7 +99,7 @@ class EngineCore:
         self.output.open(request, matchers)
         try:
             self.scheduler.add(request)
-        except Exception:
+        except Exception:  # whatever kept it out, nothing may stay behind; the caller hears of it
             self.output.close(request)
             raise
 

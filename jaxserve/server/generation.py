@@ -155,7 +155,7 @@ async def run(service: Service, work: Work) -> AsyncIterator[list[tuple[int, Out
             watch.refused(refusal.code)
         watches = []
         raise
-    except Exception:
+    except Exception:  # any fault is recorded as one; who answers the client deals with it
         reason = "error"
         raise
     finally:

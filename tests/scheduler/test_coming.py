@@ -90,12 +90,7 @@ def test_who_waits_goes_on_when_the_source_is_gone(end):
     elif end == "preempt":
         driver.scheduler._preempt(source.slot, "the test says so")
     else:
-        if end == "lose what runs":
-            driver.take(driver.scheduler.fail_running(RuntimeError("lost")))
-        else:
-            driver.scheduler.requeue_all()
-        driver.runner.reset()
-        driver.in_flight = None
+        driver.lose_device(keep_running=end == "lose the pool")
     driver.scheduler.check_invariants()
     plan = driver.step()
     gone = end in ("abort", "finish", "lose what runs")

@@ -80,12 +80,7 @@ def test_copies_go_with_their_sequence_and_with_a_failed_step(end):
         for sequence in kept:
             driver.abort(sequence.request.id)
     else:
-        if end == "lose what runs":
-            driver.take(driver.scheduler.fail_running(RuntimeError("lost")))
-        else:
-            driver.scheduler.requeue_all()
-        driver.runner.reset()
-        driver.in_flight = None
+        driver.lose_device(keep_running=end == "lose the pool")
     assert not any(sequence.host_pages for sequence in kept)
     driver.scheduler.check_invariants()
     driver.run().check_outputs()

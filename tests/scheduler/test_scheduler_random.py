@@ -88,16 +88,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_pool(self):
-        self.driver.scheduler.requeue_all()
-        self.driver.runner.reset()
-        self.driver.in_flight = None
+        self.driver.lose_device(keep_running=True)
         self.driver.scheduler.check_invariants()
 
     @rule()
     def lose_what_runs(self):
-        self.driver.take(self.driver.scheduler.fail_running(RuntimeError("lost")))
-        self.driver.runner.reset()
-        self.driver.in_flight = None
+        self.driver.lose_device(keep_running=False)
         self.driver.scheduler.check_invariants()
 
     def teardown(self):
