@@ -26,19 +26,14 @@ class JsonCallParser(ToolParser):
                 text.append(char)
                 send(char)
             return "".join(text), char
-        depth, quoted, escaped = int(char != '"'), char == '"', False
-        while depth or quoted:
+        inside = _Inside(char)
+        while inside.is_open:
             char = yield from self._char()
             if char == END:
                 return None, END
             text.append(char)
             send(char)
-            if quoted:
-                quoted = char != '"' or escaped
-                escaped = char == "\\" and not escaped
-            else:
-                quoted = char == '"'
-                depth += (char in "{[") - (char in "}]")
+            inside.take(char)
         return "".join(text), (yield from self._char())
 
     def _json_call(self, arguments: Collection[str]) -> Generator[None, str, bool]:
@@ -81,19 +76,32 @@ class JsonCallParser(ToolParser):
         return found
 
     def _object_text(self, char: str):
-        """Like _json_value, but leaves the character behind the object unread."""
-        depth, quoted, escaped = 0, False, False
-        while char != END:
+        """The object whose { is char, sent on; leaves the character behind it unread."""
+        self._arguments(char)
+        inside = _Inside(char)
+        while inside.is_open and (char := (yield from self._char())) != END:
             self._arguments(char)
-            if quoted:
-                quoted = char != '"' or escaped
-                escaped = char == "\\" and not escaped
-            else:
-                quoted = char == '"'
-                depth += (char in "{[") - (char in "}]")
-                if depth == 0:
-                    return
-            char = yield from self._char()
+            inside.take(char)
+
+
+class _Inside:
+    """How deep in a JSON text the characters read so far have led, first one included."""
+
+    def __init__(self, first: str):
+        self._depth, self._quoted, self._escaped = 0, False, False
+        self.take(first)
+
+    @property
+    def is_open(self) -> bool:
+        return self._depth > 0 or self._quoted
+
+    def take(self, char: str) -> None:
+        if self._quoted:
+            self._quoted = char != '"' or self._escaped
+            self._escaped = char == "\\" and not self._escaped
+        else:
+            self._quoted = char == '"'
+            self._depth += (char in "{[") - (char in "}]")
 
 
 class _JsonCall:
