@@ -36,6 +36,8 @@ NATIVE_SOURCES = [
     "pallas_kernels/linear/cpu_groups_amx.cc",
     "pallas_kernels/linear/cpu_groups_avx512.cc",
     "pallas_kernels/ragged_paged_attention/cpu.cc",
+    "pallas_kernels/ragged_paged_attention/cpu_lanes.cc",
+    "pallas_kernels/ragged_paged_attention/cpu_tiles.cc",
     "pallas_kernels/rotary/cpu.cc",
 ]
 
@@ -58,7 +60,9 @@ def native_extension():
             depends=[
                 "pallas_kernels/native.h",
                 "pallas_kernels/native_math.h",
+                "pallas_kernels/native_tiles.h",
                 "pallas_kernels/linear/cpu_groups.h",
+                "pallas_kernels/ragged_paged_attention/cpu.h",
             ],
             language="c++",
             extra_compile_args=[

@@ -10,6 +10,7 @@
 // Sums run over the blocks of 32 inputs in order, whatever tile a row is in, so its bits do not depend
 // on the rows around it.
 
+#include "../native_tiles.h"
 #include "cpu_groups.h"
 
 #if JAXSERVE_X86
@@ -17,7 +18,6 @@
 namespace jaxserve::groups {
 namespace {
 
-constexpr int kTileBytes = 1024;          // of a full tile: 16 rows of 64 bytes
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in L2 while panels pass
 // Between what one thread writes and another reads: prefetchers run on past the end, and would take the
 // lines behind it out of their writer's cache over and over (which made it three times slower).
@@ -157,22 +157,8 @@ Unpack UnpackOf(const Weight& w) {
 
 // ---- products -----------------------------------------------------------------------------------
 
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
 // Tiles 0 to 3 hold sums [rows][16], 4 and 5 weights [16 pairs][16][2], 6 and 7 x [rows][32].
-JAXSERVE_AMX inline void ConfigureTiles(int64_t rows) {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) {
-    config.rows[i] = static_cast<uint8_t>(i == 4 || i == 5 ? 16 : rows);
-    config.row_bytes[i] = 64;
-  }
-  asm volatile("" : : "r"(&config) : "memory");  // the intrinsic claims to read eight bytes of it
-  _tile_loadconfig(&config);
-}
+constexpr int kFirstWeights = 4, kFirstX = 6;
 
 // Where the sums of up to two tiles of rows times two panels lie, each [rows][16] float32.
 struct Sums {
@@ -326,7 +312,7 @@ struct Task {
   }
 
   JAXSERVE_AMX void Run() const {
-    ConfigureTiles(x.rows);
+    ConfigureTiles(x.rows, kFirstWeights, kFirstX);
     for (int64_t i = begin_pair; i < end_pair; ++i) {
       const Pair pair = PairOf(product, i);
       for (int64_t begin = 0; begin < x.blocks(); begin += kChunk) {

@@ -30,6 +30,8 @@ def ragged_paged_attention(
     """See api.ragged_paged_attention. kv_pages.data: [L, G, J, 2, K, E], its K turned (see kv.py),
     updated in place.
 
+    Queries in bfloat16 over a cache in bfloat16 or int8 go to AMX's tile unit where there is one,
+    their weights rounded to bfloat16; everything else is multiplied in float32.
     isa: a name of native.ISAS, for tests; None takes the best.
     """
     assert native.available(), native.describe()
@@ -40,14 +42,15 @@ def ragged_paged_attention(
     else:
         (k, k_scale), (v, v_scale) = quantise(k_TJE, data.dtype), quantise(v_TJE, data.dtype)
     all_scales = none if scales is None else scales
+    q = q_THE if q_THE.dtype == jnp.bfloat16 else q_THE.astype(jnp.float32)
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     call = jax.ffi.ffi_call(
         "jaxserve_ragged_attention",
-        (jax.ShapeDtypeStruct(q_THE.shape, jnp.float32), like(data), like(all_scales)),
+        (like(q), like(data), like(all_scales)),
         input_output_aliases={5: 1, 6: 2},
     )
     out_THE, data, all_scales = call(
-        q_THE.astype(jnp.float32),
+        q,
         k,
         v,
         k_scale,

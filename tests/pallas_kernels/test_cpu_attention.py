@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import api, cpu, kv, shapes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.describe())
 
-ISAS = native.isas()[:3]  # attention has no tile code: amx is avx512
+ISAS = native.isas()[:3]  # in float32 attention has no tile code: amx is avx512
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 BatchShape = shapes.BatchShape
 
@@ -98,8 +98,34 @@ def test_narrow_caches(kv_dtype, isa):
     shape = small(BY_NAME["gpt-oss-20b"])
     rows = BatchShape("rows", ((1, 40), (9, 50)), pad_tokens=2)
     case = shapes.make_case(shape, rows, page_size=16, seed=5)
-    out, pages = run(case, shape, kv_dtype=kv_dtype, isa=isa)
-    q, k, v, before, batch, sinks = shapes.place(case, "reference", jnp.float32, kv_dtype)
+    out, want, _ = run_beside_oracle(case, shape, jnp.float32, kv_dtype, isa)
+    np.testing.assert_allclose(out, want, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("name", BY_NAME)
+def test_bfloat16_queries(name, isa, kv_dtype):
+    """Queries of 8 bits, and on the tile unit weights of as many: a weight, and the result, are off
+    by 2^-9 of themselves at most, the result by 2^-8 of the largest value, on average by far less.
+    """
+    shape = small(BY_NAME[name])
+    rows = BatchShape("rows", ((1, 1), (1, 65), (1, 700), (7, 7), (33, 530)), 1, 3)
+    case = shapes.make_case(shape, rows, page_size=16, seed=1)
+    halves = lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32)
+    case = dataclasses.replace(
+        case, q_THE=halves(case.q_THE), k_TJE=halves(case.k_TJE), v_TJE=halves(case.v_TJE)
+    )
+    out, want, held = run_beside_oracle(case, shape, jnp.bfloat16, kv_dtype, isa)
+    largest = np.nanmax(np.abs(held[:, :, :, 1]))
+    np.testing.assert_allclose(out, want, rtol=0, atol=largest * 2.0**-8)
+    assert np.sqrt(np.mean((out - want) ** 2)) < 2.0**-9
+
+
+def run_beside_oracle(case, shape, dtype, kv_dtype, isa):
+    """(output, float64 attention over the numbers in the cache, these); the cache was checked."""
+    out, pages = run(case, shape, dtype, kv_dtype, isa)
+    q, k, v, before, batch, sinks = shapes.place(case, "reference", dtype, kv_dtype)
     _, stored = api.ragged_paged_attention(
         q, k, v, before, batch, layer=0, sinks=sinks, backend="reference",
         scale=shape.scale, window=shape.window,
@@ -118,19 +144,23 @@ def test_narrow_caches(kv_dtype, isa):
             slot = held[0, case.page_table_SP[s, position // 16], :, :, position % 16]
             seen["k_TJE"][t], seen["v_TJE"][t] = slot[:, 0], slot[:, 1]
     want, _ = oracle.attend(dataclasses.replace(case, cache_LGJ2KE=held, **seen), shape)
-    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=5e-6)
+    return np.asarray(out, np.float32), want, held
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("isa", "dtype", "kv_dtype"),
+    [(isa, jnp.float32, None) for isa in ISAS]
+    + [(isa, jnp.bfloat16, kv) for isa in native.isas()[3:] for kv in ("bfloat16", "int8")],
+)
 @pytest.mark.parametrize("name", ["smollm2", "gemma-3-270m", "gemma-2-9b", "gpt-oss-20b"])
-def test_a_token_is_its_own(name, isa):
+def test_a_token_is_its_own(name, isa, dtype, kv_dtype):
     """600 tokens at once, in chunks, one by one, with and without mates: the same bits."""
     shape = small(BY_NAME[name])
     case = shapes.make_case(shape, BatchShape("row", ((600, 600),)), page_size=16, seed=6)
-    q, k, v, pages, batch, sinks = shapes.place(case, "cpu", jnp.float32)
+    q, k, v, pages, batch, sinks = shapes.place(case, "cpu", dtype, kv_dtype)
     whole, _ = native_attention(q, k, v, pages, batch, sinks, **options(shape, isa))
     whole = np.asarray(whole)
-    pages = shapes.place(case, "cpu", jnp.float32)[3]
+    pages = shapes.place(case, "cpu", dtype, kv_dtype)[3]
     begin = 0
     for end in (1, 2, 17, 64, 100, 511, 512, 513, 514, 599, 600):
         # A mate in front reads the null page: it shows another row's work without owning pages.
@@ -138,8 +168,8 @@ def test_a_token_is_its_own(name, isa):
         table = np.concatenate([np.zeros((mates, case.page_table_SP.shape[1])), case.page_table_SP])
         lengths = np.array([5] * mates + [end])
         cu = np.cumsum([0] + [1] * mates + [end - begin])
-        mate = np.full((mates, *q.shape[1:]), 0.5, np.float32)
-        mate_kv = np.full((mates, *k.shape[1:]), 0.5, np.float32)
+        mate = np.full((mates, *q.shape[1:]), 0.5, q.dtype)
+        mate_kv = np.full((mates, *k.shape[1:]), 0.5, k.dtype)
         step = [np.concatenate([mate, q[begin:end]])]
         step += [np.concatenate([mate_kv, a[begin:end]]) for a in (k, v)]
         as_int = lambda a: jnp.asarray(np.asarray(a, np.int32))
@@ -161,12 +191,13 @@ def test_instruction_sets_agree_to_the_bit():
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_nan_in_a_query_stays_in_its_token():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nan_in_a_query_stays_in_its_token(dtype):
     shape = BY_NAME["smollm2"]
     case = shapes.make_case(shape, BatchShape("rows", ((1, 9), (5, 20))), page_size=16, seed=8)
-    clean = np.asarray(run(case, shape)[0])
+    clean = np.asarray(run(case, shape, dtype)[0])
     case.q_THE[3, 4, 7] = np.nan
-    out = np.array(run(case, shape)[0])
+    out = np.array(run(case, shape, dtype)[0])
     assert np.isnan(out[3, 4]).all()
     out[3, 4] = clean[3, 4]
     np.testing.assert_array_equal(out, clean)

@@ -1,0 +1,184 @@
+// Ragged paged attention on the CPU: what its parts share.
+//
+// Queries go in tiles: some tokens of one row times the query heads that share a KV head. A tile
+// walks its keys in blocks of kBlock, aligned to position 0, with a running maximum, sum and weighted
+// value (online softmax: Milakov and Gimelshein, arXiv:1805.02867), starting afresh every kSegment
+// keys; segments are joined in order. So long rows split over threads, and every query goes through
+// the same operations in the same order whatever tile it is in: a key that a query does not see leaves
+// its state as it was, to the bit.
+//
+// There are two ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and by tiles
+// (cpu_tiles.cc), on AMX's tile unit, where queries come as bfloat16 and the cache holds bfloat16 or
+// int8.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "../native_math.h"
+
+namespace jaxserve::attention {
+
+constexpr int kLanes = 16;
+constexpr int kBlock = 64;       // keys of a block
+constexpr int kSegment = 512;    // keys of a segment
+constexpr float kNone = -1e30f;  // the maximum over no keys: below any score, and finite
+
+struct Float8 {  // e4m3fn
+  uint8_t bits;
+};
+
+// Whether K and V are stored as codes with a scale per vector.
+template <typename KV>
+constexpr bool kCodes = sizeof(KV) == 1 || std::is_same_v<KV, int16_t>;
+
+// What a call says, in plain numbers and pointers.
+template <typename KV>
+struct Call {
+  int64_t T, H, J, E, S, P, K, G;
+  const void* q_THE;  // bfloat16 or float32, as the output
+  void* out_THE;
+  bool bfloat16;
+  const KV* k_TJE;
+  const KV* v_TJE;
+  const float* k_scale_TJ;  // of codes; the same for scales
+  const float* v_scale_TJ;
+  KV* pages;        // of this layer: [G, J, 2, K, E], K turned
+  float* scales;    // of this layer: [G, J, 2, K]
+  const int32_t* page_table_SP;
+  const int32_t* kv_len_S;
+  const int32_t* cu_q_len_S1;
+  int64_t num_rows;
+  const float* sinks_H;  // or null
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+  Isa isa;
+
+  int64_t group() const { return H / J; }
+  int64_t depth() const { return CeilDiv(E, kLanes) * kLanes; }
+  // Position of a row's first token of this step.
+  int64_t FirstPosition(int64_t s) const {
+    return kv_len_S[s] - (cu_q_len_S1[s + 1] - cu_q_len_S1[s]);
+  }
+  int64_t FirstVisible(int64_t position) const {
+    return window == 0 ? 0 : std::max<int64_t>(0, position - window + 1);
+  }
+  // Slots whose K lie side by side: [K / lanes][E][lanes]. Pages that 16 does not divide have one group.
+  int64_t lanes() const { return K % kLanes == 0 ? kLanes : K; }
+  // The first of a page's 2 K vectors for head j, counted in vectors: K slots of K, then K of V.
+  int64_t PageOf(int64_t s, int64_t j, int64_t position) const {
+    return (page_table_SP[s * P + position / K] * J + j) * 2 * K;
+  }
+  // Element 0 of a position's K; element e is e * lanes() further.
+  KV* KeyAt(int64_t s, int64_t j, int64_t position) const {
+    int64_t slot = position % K, lane = slot % lanes();
+    return pages + (PageOf(s, j, position) + slot - lane) * E + lane;
+  }
+  KV* ValueAt(int64_t s, int64_t j, int64_t position) const {
+    return pages + (PageOf(s, j, position) + K + position % K) * E;
+  }
+  // Of pages of codes: the scale of a position's K; V's is K further.
+  float* ScaleAt(int64_t s, int64_t j, int64_t position) const {
+    return scales + PageOf(s, j, position) + position % K;
+  }
+  // Element 0 of a tile's query vector m in q or the output, counted in elements.
+  template <typename Tile>
+  int64_t QueryAt(const Tile& tile, int64_t m) const {
+    return ((tile.t0 + m / group()) * H + tile.j * group() + m % group()) * E;
+  }
+};
+
+// `count` tokens of row s from packed token t0, for KV head j, over segments [segment0, segment1).
+// state < 0: the tile is computed whole and goes to the output. Otherwise its one segment's state
+// goes to that place and is joined with the others later.
+struct Tile {
+  int64_t s, j, t0, count, segment0, segment1, state;
+};
+
+// Running maximum, sum and unnormalised value of M query vectors. Memory is there for M rounded up to
+// whole tiles of 16.
+struct State {
+  float* max;    // [M]
+  float* sum;    // [M]
+  float* value;  // [M][depth]
+
+  static int64_t Floats(int64_t M, int64_t depth) {
+    return CeilDiv(M, kLanes) * kLanes * (depth + 2);
+  }
+  static State At(float* memory, int64_t M, int64_t depth) {
+    int64_t head = CeilDiv(M, kLanes) * kLanes;
+    return {memory, memory + head, memory + 2 * head};
+  }
+};
+
+// The keys of one block that a tile's queries see among them: [base + from, base + to). Slots outside
+// may belong to anybody, or to nobody: their scores count for nothing, their values are not read.
+// The tile's token i sees those before base + high(i) and, with a window, not before base + low(i).
+struct Sight {
+  int64_t base, from, to, position, group, window;
+
+  template <typename KV>
+  Sight(const Call<KV>& call, const Tile& tile, int64_t base)
+      : base(base),
+        position(call.FirstPosition(tile.s) + tile.t0 - call.cu_q_len_S1[tile.s]),
+        group(call.group()),
+        window(call.window) {
+    from = std::max<int64_t>(call.FirstVisible(position) - base, 0);
+    to = std::min<int64_t>(position + tile.count - base, kBlock);
+  }
+  int64_t high(int64_t i) const { return std::min<int64_t>(position + i + 1 - base, kBlock); }
+  int64_t low(int64_t i) const {
+    return window == 0 ? 0 : std::max<int64_t>(position + i + 1 - base - window, 0);
+  }
+};
+
+// Calls visit(key, count) for runs of keys whose slots lie one behind the other in a page.
+template <typename KV, typename Visit>
+JAXSERVE_INLINE void ForEachRun(const Call<KV>& call, const Sight& sight, const Visit& visit) {
+  for (int64_t key = sight.from; key < sight.to;) {
+    int64_t count = std::min(sight.to - key, call.K - (sight.base + key) % call.K);
+    visit(key, count);
+    key += count;
+  }
+}
+
+// Scales of a block's keys and values, [kBlock] each.
+template <typename KV>
+void CopyScales(const Call<KV>& call, const Tile& tile, const Sight& sight, float* k_scale,
+                float* v_scale) {
+  ForEachRun(call, sight, [&](int64_t key, int64_t count) {
+    const float* scale = call.ScaleAt(tile.s, tile.j, sight.base + key);
+    std::memcpy(k_scale + key, scale, count * sizeof(float));
+    std::memcpy(v_scale + key, scale + call.K, count * sizeof(float));
+  });
+}
+
+// cap * tanh(score / cap), as m / (m + 2) with m = e^(2 score / cap) - 1, which is precise near 0.
+JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
+  Lanes x = score * (2.0f / cap);
+  x = Max(x, Fill(-40.0f));
+  Power e = PowerOf(-Max(-x, Fill(-40.0f)));
+  Lanes m = e.power * e.rest + (e.power - 1.0f);
+  return cap * m / (m + 2.0f);
+}
+
+// A way through a tile's segments. Its working memory starts at a multiple of 64 bytes.
+template <typename KV>
+struct Way {
+  int64_t (*floats)(const Call<KV>& call, int64_t M);  // of working memory
+  // Makes a tile's queries ready in `memory`.
+  void (*start)(const Call<KV>& call, const Tile& tile, float* memory);
+  // The state of a started tile's queries over the keys of one segment.
+  void (*attend)(const Call<KV>& call, const Tile& tile, int64_t segment, float* memory,
+                 const State& state);
+};
+
+template <typename KV>
+Way<KV> ByLanes();
+template <typename KV>  // BFloat16 or int8_t
+Way<KV> ByTiles();
+
+}  // namespace jaxserve::attention
