@@ -131,22 +131,16 @@ JAXSERVE_INLINE Lanes Gate(Activation activation, const Lanes& gate, const Lanes
   return gate / (1.0f + Exp(-Max(x, Fill(-87.0f)))) * up;
 }
 
-// Stores one panel of one row of y [T, F], cut at both, with what is to be added. Number: float or
-// BFloat16.
-template <typename Number>
-JAXSERVE_INLINE void StoreRow(const Weight& w, Number* y, int64_t row, int64_t panel, Lanes value) {
+// Stores one panel of one row of y [T, F], cut at both, with what is to be added.
+JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel, Lanes value) {
   if (row >= w.T) return;
   const int64_t at = row * w.F + panel * kPanel, n = w.F - panel * kPanel;
-  const auto* plus = static_cast<const Number*>(w.plus);
+  const auto* plus = static_cast<const float*>(w.plus);
   if (n >= kPanel) {
-    if (plus != nullptr) value = Widen(plus + at) + value;
-    return Narrow(value, y + at);
+    if (plus != nullptr) value = LoadLanes(plus + at) + value;
+    return StoreLanes(y + at, value);
   }
-  Number part[kPanel] = {};
-  if (plus != nullptr) std::memcpy(part, plus + at, n * sizeof(Number));
-  if (plus != nullptr) value = Widen(part) + value;
-  Narrow(value, part);
-  std::memcpy(y + at, part, n * sizeof(Number));
+  for (int64_t i = 0; i < n; ++i) y[at + i] = value[i] + (plus == nullptr ? 0 : plus[at + i]);
 }
 
 }  // namespace jaxserve::groups

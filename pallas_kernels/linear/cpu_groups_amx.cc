@@ -240,24 +240,50 @@ int64_t PairsOf(const Product& product) {
   return product.gated ? panels : CeilDiv(panels, 2);
 }
 
-JAXSERVE_AMX inline void StoreResult(const Product& product, int64_t row, int64_t panel,
-                                     const Lanes& value) {
-  if (!product.bfloat16) return StoreRow(product.w, product.y, row, panel, value);
-  StoreRow(product.w, reinterpret_cast<BFloat16*>(product.y), row, panel, value);
+// act(gate) * up to the bits that bfloat16 keeps; see Gate.
+JAXSERVE_AMX inline __m512 ShortGate(Activation activation, __m512 gate, __m512 up) {
+  __m512 x = gate;
+  if (activation == Activation::kGeluTanh) {
+    const __m512 square = _mm512_mul_ps(gate, gate);
+    x = _mm512_mul_ps(gate, _mm512_fmadd_ps(square, _mm512_set1_ps(0.07135481f), _mm512_set1_ps(1.59576912f)));
+  }
+  const __m512 power = Exp2(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), 0xffff);
+  return _mm512_mul_ps(_mm512_mul_ps(gate, up), _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.0f))));
+}
+
+// Stores one panel of one row of y [T, F], cut at F, with what is to be added.
+JAXSERVE_AMX inline void StoreResult(const Product& product, int64_t row, int64_t panel, __m512 value) {
+  const int64_t at = row * product.w.F + panel * kPanel;
+  const int64_t n = std::min<int64_t>(product.w.F - panel * kPanel, kPanel);
+  const auto some = static_cast<__mmask16>((1u << n) - 1);
+  if (!product.bfloat16) {
+    const auto* plus = static_cast<const float*>(product.w.plus);
+    if (plus != nullptr) value = _mm512_add_ps(_mm512_maskz_loadu_ps(some, plus + at), value);
+    return _mm512_mask_storeu_ps(product.y + at, some, value);
+  }
+  const auto* plus = static_cast<const BFloat16*>(product.w.plus);
+  if (plus != nullptr) {
+    __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, plus + at));
+    value = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), value);
+  }
+  _mm256_mask_storeu_epi16(reinterpret_cast<BFloat16*>(product.y) + at, some,
+                           (__m256i)_mm512_cvtneps_pbh(value));
 }
 
 // One tile's sums of a pair to y.
 JAXSERVE_AMX void Finish(const Product& product, const Pair& pair, const Sums& sums, int tile,
                          int64_t rows, int64_t first_row) {
   for (int64_t r = 0; r < rows; ++r) {
-    Lanes first = LoadLanes(reinterpret_cast<float*>(sums.Of(tile, 0) + r * sums.row_bytes));
-    Lanes second = LoadLanes(reinterpret_cast<float*>(sums.Of(tile, 1) + r * sums.row_bytes));
-    if (product.gated) {
-      StoreResult(product, first_row + r, pair.panel[0], Gate(product.activation, first, second));
-    } else {
+    __m512 first = _mm512_loadu_ps(sums.Of(tile, 0) + r * sums.row_bytes);
+    __m512 second = _mm512_loadu_ps(sums.Of(tile, 1) + r * sums.row_bytes);
+    if (!product.gated) {
       StoreResult(product, first_row + r, pair.panel[0], first);
       StoreResult(product, first_row + r, pair.panel[1], second);
+      continue;
     }
+    __m512 value = product.bfloat16 ? ShortGate(product.activation, first, second)
+                                    : (__m512)Gate(product.activation, (Lanes)first, (Lanes)second);
+    StoreResult(product, first_row + r, pair.panel[0], value);
   }
 }
 
