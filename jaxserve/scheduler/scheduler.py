@@ -243,15 +243,17 @@ class Scheduler:
         """The next step, or None when no row has anything to compute."""
         self._expire(now)
         changes = self._watch_signs(now)
-        for slot in self._in_policy_order(self._batch.grow()):
+        in_need = self._batch.grow()
+        for slot in self._in_policy_order(in_need) if in_need else ():
             self._grow_in_shortage(slot, now)
         refilled = self._refill(now)
-        decode, prefill = choose_rows(self._slots, self.limits.page_size)
+        decode, prefill = choose_rows(self._slots)
         if not len(decode) and not len(prefill):
             return None
-        budget = self._tokens_of_step(len(decode))
-        chunks = self._chunks(prefill, budget - len(decode))
-        prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
+        budget, chunks = self._tokens_of_step(len(decode)), prefill
+        if len(prefill):
+            chunks = self._chunks(prefill, budget - len(decode))
+            prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
