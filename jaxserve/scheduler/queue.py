@@ -103,9 +103,10 @@ class WaitingQueue:
 
 
 class FairQueue:
-    """A WaitingQueue for each tenant; the tenant that has had the least service is next. Of equals it
-    is the one that came last: whoever returns is lifted to the level of those that wait, and would
-    stand behind all of them otherwise, having had no more than they.
+    """A WaitingQueue for each tenant; the tenant that has had the least service is next.
+
+    Of equals it is the one that came last: whoever returns is lifted to the level of those that
+    wait, and would stand behind all of them otherwise, having had no more than they.
 
     A waiting tenant's counter only grows, so its entry in the heap of tenants may be too low but
     never too high: it is brought up to date when it surfaces.
