@@ -119,13 +119,15 @@ class SchedulerConfig:
     policy: str = setting(
         "fcfs",
         "Who goes first. fcfs: by arrival; priority: lower values; deadline: the earliest; "
-        "vtc: the tenant that has had the least.",
+        "vtc: the tenant that has had the least. Short prompts may pass: see --prefill_sharing.",
         choices=POLICIES,
     )
     prefill_sharing: bool = setting(
         True,
         "Keep short prompts from waiting for long ones: three of four slots that come free go to "
-        "the shortest, and half of a step's prefill tokens; the others to the first in turn.",
+        "the shortest prompts among those whom the policy ranks by arrival alone, and half of a "
+        "step's prefill tokens to the shortest; the others to the first in turn. "
+        "--noprefill_sharing: strictly in the policy's order.",
     )
     itl_target_ms: float | None = setting(
         None, "Longest gap between two tokens of a stream to aim for, by smaller prefill chunks."

@@ -31,6 +31,7 @@ PANELS = [
     ("Preemptions and late compilations", "short",
      [("rate(jaxserve:preemptions_total[$r])", "preemptions a second"),
       ("jaxserve:compilations_total", "compilations after warm-up")]),
+    ("Guard", "short", [("jaxserve:guard_action", "{{action}}")]),
     ("Resident memory", "bytes", [("process_resident_memory_bytes", "server")]),
 ]  # fmt: skip
 

@@ -209,6 +209,10 @@ class AsyncEngine:
         """Gauges and counters, as of now."""
         return self.core.stats()
 
+    def retry_after(self) -> float:
+        """Seconds after which a request that a full queue refuses now may come again."""
+        return self.core.scheduler.retry_after(self.core.clock())
+
     def observe(self, observer: Observer) -> None:
         """observer is told of each step from now on, on the engine thread."""
         self.core.observers.append(observer)

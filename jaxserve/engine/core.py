@@ -28,6 +28,8 @@ from jaxserve.types import (
 if TYPE_CHECKING:
     from jaxserve.grammar import GrammarMatcher
 
+logger = logging.getLogger("jaxserve")
+
 
 class Runner(Protocol):
     """What computes a plan. Device runner: engine/runner.py. Fake one: sim/fake_runner.py."""
@@ -141,6 +143,8 @@ class EngineCore:
         plan = self.scheduler.plan(now)
         if plan is None:
             return None
+        for change in plan.guard:
+            logger.warning("guard: %s", change)
         return InFlight(plan, self.runner.dispatch(plan), now)
 
     def _constrain(self, step: InFlight | None) -> None:
@@ -176,7 +180,7 @@ class EngineCore:
         try:
             return advance()
         except Exception as error:
-            logging.getLogger("jaxserve").exception("a device step failed")
+            logger.exception("a device step failed")
             self.in_flight = None
             failure = EngineFailed("a device step failed and took this request with it")
             failure.__cause__ = error

@@ -5,6 +5,8 @@ scheduler received since the line before, in order, and the plan that followed:
 
     {"calls": [["add", {...}], ["absorb", step, now, [tokens]], ...], "now": 12.5, "plan": {...}}
 
+Where all work had ended, a line has calls alone: its "now" and "plan" are null.
+
 The scheduler owns no clock and no randomness, so these lines are all it takes to make every plan
 again (`replay`), to tell one request's life (`explain`), and to learn what a step costs
 (`calibrate`). The log holds the token ids of prompts and outputs: keep it as you keep those.
@@ -68,11 +70,14 @@ class RecordingScheduler:
 
     def abort(self, request_id: str):
         self._calls.append(["abort", request_id])
-        return self._scheduler.abort(request_id)
+        events = self._scheduler.abort(request_id)
+        self._settle()
+        return events
 
     def finish(self, sequence, reason: FinishReason, stop_reason=None) -> None:
         self._calls.append(["finish", *sequence.id, reason.value, stop_reason])
         self._scheduler.finish(sequence, reason, stop_reason)
+        self._settle()
 
     def fail_all(self, error: Exception):
         self._calls.append(["fail_all", str(error)])
@@ -90,6 +95,7 @@ class RecordingScheduler:
         events = self._scheduler.take_events()
         if events:
             self._calls.append(["ended", _ends(events)])
+            self._settle()
         return events
 
     def plan(self, now: float) -> StepPlan | None:
@@ -106,12 +112,23 @@ class RecordingScheduler:
         tokens = np.ascontiguousarray(result.token_S, np.int32)
         scores = {row: [s.start, len(s.logprob)] for row, s in result.prompt_scores.items()}
         self._calls.append(["absorb", plan.step, now, tokens, _ends(events), scores])
+        self._settle()
         return events
 
-    def close(self) -> None:
-        if self._calls:  # what came after the last plan
+    def _settle(self) -> None:
+        """With nothing left to do no plan follows soon, or ever: the file gets all there is."""
+        if not self._scheduler.has_work:
+            self._write_calls()
+            self._file.flush()
+
+    def _write_calls(self) -> None:
+        """Those that no plan has followed."""
+        if self._calls:
             self._file.write(_line({"calls": self._calls, "now": None, "plan": None}))
             self._calls = []
+
+    def close(self) -> None:
+        self._write_calls()
         self._file.close()
 
 
@@ -301,7 +318,7 @@ def replay(
         for call in line["calls"]:
             replayer.call(*call)
         if line["now"] is None:
-            break
+            continue
         if speed > 0 and previous is not None:
             sleep((line["now"] - previous) / speed)
         previous = line["now"]

@@ -116,6 +116,9 @@ class _Story:
 
     def _end(self, index: int, now: float, reason: str) -> None:
         choice = self.choices[index]
+        if choice.slot is None:
+            why = self._waited(choice, now)
+            self.tell(now, f"Choice {index}: still queued{why}.")
         choice.ended = True
         begun = choice.first_chunk_at if choice.first_chunk_at is not None else now
         first = choice.first_token_at if choice.first_token_at is not None else now
@@ -162,6 +165,14 @@ class _Story:
 
     def _admitted(self, now: float, index: int, reason: str) -> None:
         choice = self.choices[index]
+        why = self._waited(choice, now)
+        self.tell(
+            now,
+            f"Choice {index}: {reason}, having waited {now - choice.queued_at:.3f} s{why}.",
+        )
+
+    def _waited(self, choice: _Choice, now: float) -> str:
+        """Books the time in the queue that ends now; says why it was there, empty if unknown."""
         choice.waited_s += now - choice.queued_at
         if choice.first_token_at is not None:
             choice.waited_later_s += now - choice.queued_at
@@ -173,10 +184,7 @@ class _Story:
             why += f"; meanwhile {choice.passed_by} were admitted before longer ones"
         choice.reasons.clear()
         choice.passed_by = 0
-        self.tell(
-            now,
-            f"Choice {index}: {reason}, having waited {now - choice.queued_at:.3f} s{why}.",
-        )
+        return why
 
     def _wait(self, plan: dict) -> None:
         """Why those that are queued did not run in this step. The plan gives the reasons of those

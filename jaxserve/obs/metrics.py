@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 import prometheus_client as prom
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
 
+from jaxserve.scheduler.guard import Action
+
 PREFIX, ALIAS = "jaxserve:", "vllm:"
 REASONS = ("stop", "length", "abort", "timeout", "error", "tool_calls")
 REFUSALS = (
-    "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full", "shutting_down"
+    "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full", "rate_limited",
+    "shutting_down",
 )  # fmt: skip
 
 _LATENCY_BUCKETS = (
@@ -34,6 +37,7 @@ _GAUGES = {
     "pages_free": ("kv_pages_free", "KV pages that can be handed out.", None),
     "pages_idle": ("kv_pages_idle", "Of the free ones, those that hold cached prefixes.", None),
     "pages_total": ("kv_pages_total", "KV pages of the pool.", None),
+    "fairness_gap": ("fairness_gap", "Difference of service between waiting tenants.", None),
 }
 _COUNTERS = {
     "steps": ("steps", "Device steps absorbed.", None),
@@ -45,6 +49,7 @@ _COUNTERS = {
     "prefix_hit_tokens": ("prefix_cache_hits", "Of those, cached.", "prefix_cache_hits"),
     "computed_tokens": ("computed_tokens", "Tokens computed, recomputation included.", None),
     "generation_tokens": ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    "guard_changes": ("guard_changes", "Signs of trouble raised or lowered.", None),
     "compilations": ("compilations", "Programs compiled after warm-up.", None),
 }
 
@@ -158,6 +163,12 @@ class Metrics:
                 yield kind(PREFIX + name, help, value=value)
                 if alias is not None:
                     yield self._labelled(kind, alias, help, value)
+        in_force = getattr(stats, "guard_actions", ())
+        help = "1 while the guard does this."
+        family = GaugeMetricFamily(PREFIX + "guard_action", help, labels=["action"])
+        for action in Action:
+            family.add_metric([action.value], action.value in in_force)
+        yield family
         used = 1 - stats.pages_free / max(1, stats.pages_total)
         help = "Share of the KV pages in use."
         yield GaugeMetricFamily(PREFIX + "kv_cache_usage_ratio", help, value=used)

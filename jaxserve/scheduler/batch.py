@@ -64,7 +64,7 @@ class ActiveBatch:
         self.limits = limits
         self.pool = PagePool(limits.num_pages)
         self.cache = PrefixCache(self.pool, limits.page_size, cache_key)
-        self.slots = SlotArray(limits.num_slots, limits.pages_per_row)
+        self.slots = SlotArray(limits.num_slots, limits.pages_per_row, limits.page_size)
         self.coming = ComingPages(self.cache)
 
     def admit(
@@ -138,12 +138,11 @@ class ActiveBatch:
         """A page for each decoding row whose next token begins one. When there are too few, none is
         given, and the slots in need are returned."""
         slots = self.slots
-        needs_N = (
-            (slots.tokens_N - slots.planned_N == 1)
-            & (slots.planned_N == slots.num_pages_N * self.limits.page_size)
-            & (slots.tokens_N < slots.stop_at_N)
-        )
-        needy = needs_N.nonzero()[0]
+        full = (slots.planned_N == slots.room_N).nonzero()[0]
+        if not len(full):
+            return []
+        tokens = slots.tokens_N[full]
+        needy = full[(tokens > slots.planned_N[full]) & (tokens < slots.stop_at_N[full])]
         if not len(needy):
             return []
         pages = self.pool.reserve(len(needy))
@@ -196,7 +195,7 @@ class ActiveBatch:
                 self.coming.filled(sequence_N[slot], last)
 
     def check_invariants(self) -> None:
-        self.slots.check_invariants(self.limits.page_size)
+        self.slots.check_invariants()
         running = np.flatnonzero(self.slots.active_N).tolist()
         self.pool.check_invariants([self.slots.pages(slot) for slot in running])
         self.cache.check_invariants()

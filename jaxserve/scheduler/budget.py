@@ -53,9 +53,14 @@ class ChunkBudget:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        weight, x, y, xx, xy = (FORGETTING * total for total in self._sums)
-        square, product = tokens * tokens, tokens * seconds
-        self._sums = (weight + 1.0, x + tokens, y + seconds, xx + square, xy + product)
+        weight, x, y, xx, xy = self._sums
+        self._sums = (
+            FORGETTING * weight + 1.0,
+            FORGETTING * x + tokens,
+            FORGETTING * y + seconds,
+            FORGETTING * xx + tokens * tokens,
+            FORGETTING * xy + tokens * seconds,
+        )
 
     def predict(self, tokens: int) -> float | None:
         """Seconds of a step, None before there was one."""

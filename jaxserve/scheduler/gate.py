@@ -76,7 +76,8 @@ class Gate:
         self._drain.add(count, now)
 
     def retry_after(self, waiting: int, now: float) -> float:
-        """Seconds until half of the queue has left it, at the rate of the last half minute."""
+        """Seconds until half of the queue has left it, at the rate of the last half minute; within
+        MIN_RETRY_S and MAX_RETRY_S, the most when none has left it yet."""
         rate = self._drain.per_second(now)
         seconds = waiting / 2 / rate if rate > 0 else MAX_RETRY_S
         return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))

@@ -105,6 +105,9 @@ class WaitingQueue:
 class FairQueue:
     """A WaitingQueue for each tenant; the tenant that has had the least service is next.
 
+    Of equals it is the one that came last: whoever returns is lifted to the level of those that
+    wait, and would stand behind all of them otherwise, having had no more than they.
+
     A waiting tenant's counter only grows, so its entry in the heap of tenants may be too low but
     never too high: it is brought up to date when it surfaces.
     """
@@ -113,7 +116,7 @@ class FairQueue:
         self._keys = (key, short_key)
         self._ledger = ledger
         self._queues: dict[int, WaitingQueue] = {}  # by tenant number; never empty ones
-        self._heap: list[tuple[float, int, int]] = []  # (service when pushed, tenant, entry)
+        self._heap: list[tuple[float, int, int]] = []  # (service when pushed, -entry, tenant)
         self._aside: list[WaitingQueue] = []  # those that passed somebody over
         self._entry_of: dict[int, int] = {}  # tenant -> its valid entry; others are ghosts
         self._entries = 0
@@ -142,7 +145,7 @@ class FairQueue:
             self._queues[tenant] = WaitingQueue(*self._keys)
             self._entries += 1
             self._entry_of[tenant] = self._entries
-            heapq.heappush(self._heap, (self._ledger.service_U[tenant], tenant, self._entries))
+            heapq.heappush(self._heap, (self._ledger.service_U[tenant], -self._entries, tenant))
         self._queues[tenant].push(sequence)
         self._length += 1
         self.num_tokens += len(sequence.tokens)
@@ -151,11 +154,11 @@ class FairQueue:
         """The first of the tenant with the smallest counter; None when all it has is set aside:
         another tenant's turn has not come."""
         while self._heap:
-            service, tenant, entry = self._heap[0]
-            if self._entry_of.get(tenant) != entry:
+            service, entry, tenant = self._heap[0]
+            if self._entry_of.get(tenant) != -entry:
                 heapq.heappop(self._heap)
             elif service < self._ledger.service_U[tenant]:
-                heapq.heapreplace(self._heap, (self._ledger.service_U[tenant], tenant, entry))
+                heapq.heapreplace(self._heap, (self._ledger.service_U[tenant], entry, tenant))
             else:
                 return self._queues[tenant].peek()
         return None
@@ -198,5 +201,5 @@ class FairQueue:
             tenant = self._ledger.number(sequence.request.tenant)
             del self._queues[tenant], self._entry_of[tenant]
             if len(self._heap) > 2 * len(self._queues) + 64:
-                self._heap = [e for e in self._heap if self._entry_of.get(e[1]) == e[2]]
+                self._heap = [e for e in self._heap if self._entry_of.get(e[2]) == -e[1]]
                 heapq.heapify(self._heap)

@@ -53,8 +53,11 @@ class Refill:
         One that waits for a running sequence to compute their common prefix lets others pass, but
         its slot and pages are kept for it."""
         done, queue = Refilled(), self.requests.queue
-        head, closed = queue.peek(), self._why_closed()
-        if head is not None and closed is not None:
+        head = queue.peek()
+        if head is None:
+            return done
+        closed = self._why_closed()
+        if closed is not None:
             done.waiting.append(Decision(head.id, closed))
             return done
         kept = Kept()

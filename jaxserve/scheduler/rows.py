@@ -11,14 +11,13 @@ from jaxserve.scheduler.slots import SlotArray
 from jaxserve.types import PromptScores, StepResult, TokenEvent
 
 
-def choose_rows(slots: SlotArray, page_size: int):
+def choose_rows(slots: SlotArray):
     """(decode, prefill): slots with one token left to compute, and those with more, by admission.
 
     A decoding row without a page for its next token is in neither: it sits this step out.
     """
     pending_N = slots.tokens_N - slots.planned_N
-    covered_N = slots.planned_N < slots.num_pages_N * page_size
-    runs_N = covered_N & (slots.tokens_N < slots.stop_at_N)
+    runs_N = (slots.planned_N < slots.room_N) & (slots.tokens_N < slots.stop_at_N)
     decode = (runs_N & (pending_N == 1)).nonzero()[0]
     prefill = (runs_N & (pending_N > 1)).nonzero()[0]
     if len(prefill) > 1:
@@ -41,7 +40,7 @@ def assemble(
     Changes the slots: from here on these tokens count as planned, and a sampled one as existing.
     """
     num_decode = len(decode)
-    row_S = np.concatenate([decode, prefill])
+    row_S = np.concatenate([decode, prefill]) if len(prefill) else decode
     start_S = slots.planned_N[row_S]
     total_S = slots.tokens_N[row_S]
     cu_q_len_S1 = np.arange(len(row_S) + 1, dtype=np.int32)

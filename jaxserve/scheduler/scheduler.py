@@ -86,6 +86,7 @@ class Scheduler:
         self._requests = OpenRequests(self._queue, self._ledger, self._gate)
         self._events: list[TokenEvent] = []  # ends decided outside absorb
         self._preempted: list[Decision] = []  # since the last plan
+        self._changes: list[str] = []  # of the guard, since the last plan
         self._host = HostPages(limits.host_pages, limits.swap_s_per_page)
         self._stops = StopRules(limits.vocab_size, limits.eos_ids)
         self._vitals = Vitals()
@@ -179,16 +180,21 @@ class Scheduler:
             raise RequestRefused(
                 "the engine is overloaded; try again later",
                 code="queue_full",
-                retry_after=self._gate.retry_after(self.num_waiting, request.arrival),
+                retry_after=self.retry_after(request.arrival),
             )
+
+    def retry_after(self, now: float) -> float:
+        """Seconds after which a request that the full queue refuses may come again. Other threads
+        may ask."""
+        return self._gate.retry_after(self.num_waiting, now)
 
     def _is_shed(self, request: Request) -> bool:
         """Whether the guard turns this arrival away."""
         if self._guard.wants(Action.SHED_GREEDIEST) and self._ledger.is_greediest(request.tenant):
             return True
-        if not self._guard.wants(Action.SHED_LOWEST):
-            return False
-        worst = max(map(self._policy.standing, self._queue), default=0)
+        if not self._guard.wants(Action.SHED_LOWEST) or not len(self._queue):
+            return False  # with nobody waiting there is nothing to relieve, however long it was
+        worst = max(map(self._policy.standing, self._queue))
         return self._policy.standing(Sequence(request, 0, 0)) >= worst
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -242,19 +248,22 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when no row has anything to compute."""
         self._expire(now)
-        changes = self._watch_signs(now)
-        for slot in self._in_policy_order(self._batch.grow()):
+        self._watch_signs(now)
+        in_need = self._batch.grow()
+        for slot in self._in_policy_order(in_need) if in_need else ():
             self._grow_in_shortage(slot, now)
         refilled = self._refill(now)
-        decode, prefill = choose_rows(self._slots, self.limits.page_size)
+        decode, prefill = choose_rows(self._slots)
         if not len(decode) and not len(prefill):
             return None
-        budget = self._tokens_of_step(len(decode))
-        chunks = self._chunks(prefill, budget - len(decode))
-        prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
+        budget, chunks = self._tokens_of_step(len(decode)), prefill
+        if len(prefill):
+            chunks = self._chunks(prefill, budget - len(decode))
+            prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
         preempted, self._preempted = tuple(self._preempted), []
+        changes, self._changes = tuple(self._changes), []
         swap_out, swap_in = self._host.take_copies()
         return assemble(
             self._slots,
@@ -329,9 +338,9 @@ class Scheduler:
                 return chunks
         return self._share(pending, budget)
 
-    def _watch_signs(self, now: float) -> tuple[str, ...]:
+    def _watch_signs(self, now: float) -> None:
         if not self._guard.is_due(now):
-            return ()
+            return
         readings = {
             "queue_age_s": lambda: now - self._oldest_arrival(now),
             "itl_p99_s": self._vitals.take_itl_p99,
@@ -339,7 +348,7 @@ class Scheduler:
             "preemptions_per_min": lambda: self._vitals.preemptions_per_min(now),
             "page_pressure": lambda: 1 - self._pool.num_available / self._pool.capacity,
         }
-        return tuple(map(str, self._guard.look(readings, now)))
+        self._changes += map(str, self._guard.look(readings, now))
 
     def _oldest_arrival(self, now: float) -> float:
         return min((s.request.arrival for s in self._queue.entered_first()), default=now)

@@ -24,6 +24,8 @@ import numpy as np
 from jaxserve.cache.page_pool import NULL_PAGE
 from jaxserve.types import Sequence
 
+NO_ROOM = -1  # of an empty slot: below any count of tokens, so no comparison takes it for a row
+
 
 class SlotArray:
     """N slots, each empty or holding one sequence from its admission to its end or preemption.
@@ -32,8 +34,9 @@ class SlotArray:
     it needs, and this one keeps rows in admission order and plans easy to read and compare.
     """
 
-    def __init__(self, num_slots: int, pages_per_row: int):
+    def __init__(self, num_slots: int, pages_per_row: int, page_size: int):
         self.num_slots = num_slots
+        self.page_size = page_size
         self.active_N = np.zeros(num_slots, bool)
         self.generation_N = np.zeros(num_slots, np.int32)  # grows when a slot is left
         self.computed_N = np.zeros(num_slots, np.int32)
@@ -50,6 +53,7 @@ class SlotArray:
         self.standing_N = np.zeros(num_slots, np.int64)  # by the policy; lower ones go first
         self.tenant_N = np.zeros(num_slots, np.int32)  # its number in the ServiceLedger
         self.num_pages_N = np.zeros(num_slots, np.int32)
+        self.room_N = np.full(num_slots, NO_ROOM, np.int32)  # tokens that its pages hold
         self.page_table_NP = np.full((num_slots, pages_per_row), NULL_PAGE, np.int32)
         self.sequence_N = np.full(num_slots, None, object)
         self._free = list(range(num_slots))  # a heap
@@ -89,6 +93,7 @@ class SlotArray:
         self.served_N[slot] = self.turn
         self.page_table_NP[slot, : len(pages)] = pages
         self.num_pages_N[slot] = len(pages)
+        self.room_N[slot] = len(pages) * self.page_size
         return slot
 
     def leave(self, slot: int) -> list[int]:
@@ -107,6 +112,7 @@ class SlotArray:
             self.computed_N, self.planned_N, self.tokens_N, self.known_N, self.num_pages_N,
         ):  # fmt: skip
             column_N[slot] = 0
+        self.room_N[slot] = NO_ROOM
         heapq.heappush(self._free, slot)
         return pages
 
@@ -115,6 +121,7 @@ class SlotArray:
         held = self.num_pages_N[slots]
         self.page_table_NP[slots, held] = pages
         self.num_pages_N[slots] = held + 1
+        self.room_N[slots] += self.page_size
 
     def pending(self, slots: np.ndarray) -> np.ndarray:
         """Tokens that each of the slots has left to compute."""
@@ -131,7 +138,7 @@ class SlotArray:
         """The sequences that hold a slot, by slot."""
         return self.sequence_N[self.active_N].tolist()
 
-    def check_invariants(self, page_size: int) -> None:
+    def check_invariants(self) -> None:
         empty_N = ~self.active_N
         assert set(self._free) == set(np.flatnonzero(empty_N).tolist())
         assert not self.page_table_NP[empty_N].any(), "an empty slot has pages"
@@ -140,7 +147,9 @@ class SlotArray:
         assert (self.known_N <= self.tokens_N).all()
         live_N = self.active_N
         assert (self.tokens_N <= self.max_total_N)[live_N].all(), "scheduled past its length"
-        assert (self.planned_N <= self.num_pages_N * page_size).all(), "KV without a page"
+        room_N = np.where(empty_N, NO_ROOM, self.num_pages_N * self.page_size)
+        np.testing.assert_array_equal(self.room_N, room_N)
+        assert (self.planned_N <= self.room_N)[live_N].all(), "KV without a page"
         for slot in np.flatnonzero(live_N).tolist():
             sequence = self.sequence_N[slot]
             assert sequence.slot == slot and sequence.finish is None

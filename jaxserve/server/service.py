@@ -94,7 +94,8 @@ class Service:
         waiting, limit = self.engine.stats().waiting, self.engine.config.max_queued
         if waiting >= limit:
             message = f"{waiting} requests are waiting already (limit {limit}); try again later."
-            raise ApiError(429, message, "queue_full", retry_after=1)
+            self.metrics.refused.labels("queue_full").inc()
+            raise ApiError(429, message, "queue_full", retry_after=self.engine.retry_after())
 
     def style_of(self, prompt: list[int], toolbox: Toolbox = speech.EMPTY) -> speech.Style:
         """How to read the answers to a rendered prompt; raises ApiError for tools that cannot."""

@@ -73,13 +73,15 @@ class CostModel:
         """Of one step. The product of features_of() and prices, in a third of the time, and the
         factor of its size."""
         step, token, row, kv_token, pair, page = self.price
-        kv_len_S, tokens = plan.end_S, padded(plan.num_tokens, self.sizes)
-        seconds = step + token * tokens + row * plan.num_rows
-        seconds += kv_token * int(kv_len_S.sum())
-        if plan.num_decode < plan.num_rows:
-            chunk_S = plan.count_S[plan.num_decode :]
-            chunk_S[chunk_S == 1] = 0
-            seconds += pair * int(np.dot(chunk_S.astype(np.int64), kv_len_S[plan.num_decode :]))
+        num_rows, num_tokens = len(plan.slot_S), plan.num_tokens
+        tokens = padded(num_tokens, self.sizes)
+        seconds = step + token * tokens + row * num_rows
+        seconds += kv_token * (int(np.add.reduce(plan.start_S)) + num_tokens)
+        if plan.num_decode < num_rows:
+            chunks = plan.count_S[plan.num_decode :].tolist()
+            starts = plan.start_S[plan.num_decode :].tolist()
+            pairs = (chunk * (first + chunk) for chunk, first in zip(chunks, starts) if chunk > 1)
+            seconds += pair * sum(pairs)
         if plan.swap_out or plan.swap_in:
             seconds += page * (len(plan.swap_out) + len(plan.swap_in))
         return seconds * self.factors[self.sizes.index(tokens)] if tokens in self.sizes else seconds

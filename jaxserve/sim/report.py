@@ -24,10 +24,10 @@ class Histogram:
     def add(self, seconds: np.ndarray) -> None:
         if not len(seconds):
             return
-        shortest = float(seconds.min())
-        if shortest == float(seconds.max()):  # as nearly always: a step's rows share its time
-            self.total += shortest * len(seconds)
-            self.counts[_bucket(shortest)] += len(seconds)
+        first = float(seconds[0])
+        if np.count_nonzero(seconds == first) == len(seconds):  # as nearly always in a step
+            self.total += first * len(seconds)
+            self.counts[_bucket(first)] += len(seconds)
         else:
             self.total += float(seconds.sum())
             self.counts += np.bincount(_buckets(seconds), minlength=_NUM_BUCKETS)

@@ -7,6 +7,7 @@ before it begins to run, so what arrives while a step runs is seen one step late
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 
@@ -19,7 +20,14 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim.cost_model import EXAMPLE, CostModel
 from jaxserve.sim.report import Report
 from jaxserve.sim.workload import Arrival, sped_up, workload, workload_size
-from jaxserve.types import FinishReason, Request, RequestRefused, SamplingParams, StepResult
+from jaxserve.types import (
+    FinishReason,
+    Request,
+    RequestRefused,
+    SamplingParams,
+    Sequence,
+    StepResult,
+)
 
 SHORT_PROMPT = 512  # tokens; requests below it are reported as a group
 MAX_TENANT_GROUPS = 20
@@ -37,10 +45,12 @@ class Targets:
 
 @dataclasses.dataclass(slots=True)
 class _Life:
-    """first: when its first token came."""
+    """first, last: when its first token came, and its last one before it lost its slot."""
 
     arrival: Arrival
+    slot: int = -1
     first: float = 0.0
+    last: float = 0.0
 
 
 class Simulation:
@@ -67,9 +77,11 @@ class Simulation:
         self.report = Report(scheduler.config.policy, slots=scheduler.limits.num_slots)
         self._gaps = self.report.group("all").itl
         self._lives: dict[str, _Life] = {}
-        self._last_token_N = np.zeros(scheduler.limits.num_slots)  # when a slot's came
-        self._num_prompt_N = np.zeros(scheduler.limits.num_slots, np.int32)
-        self._token_S = np.ones(scheduler.limits.num_slots, np.int32)
+        num_slots = scheduler.limits.num_slots
+        self._last_token_N = np.zeros(num_slots)  # when a slot's came
+        self._unbegun_N = np.zeros(num_slots, bool)  # slots whose first token is still to come
+        tokens = np.ones(num_slots, np.int32)
+        self._result_of = [StepResult(tokens[:rows]) for rows in range(num_slots + 1)]
         self._device_free = 0.0
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
@@ -113,6 +125,9 @@ class Simulation:
         plan = self.scheduler.plan(now)
         if plan is None:
             return None
+        for lost in plan.preempted:
+            life = self._lives[lost.sequence_id[0]]
+            life.last = float(self._last_token_N[life.slot])
         seconds = self.seconds_of(plan) + self.host_s
         self._device_free = max(self._device_free, now) + seconds
         return plan, self._device_free, seconds
@@ -123,26 +138,36 @@ class Simulation:
         report.busy_seconds += seconds
         report.slot_seconds += self.scheduler.num_running * seconds
         for slot, sequence in plan.admits:
-            self._num_prompt_N[slot] = sequence.num_prompt
+            self._seat(slot, sequence)
         self._record_tokens(plan, now)
-        result = StepResult(self._token_S[: plan.num_rows])
-        for event in self.scheduler.absorb(plan, result, now):
+        for event in self.scheduler.absorb(plan, self._result_of[plan.num_rows], now):
             if event.finish is not None:
                 self._close(event, now)
         if self.step_hook is not None:
             self.step_hook(plan, seconds)
 
+    def _seat(self, slot: int, sequence: Sequence) -> None:
+        """The slot's next token is this sequence's first one, or follows its last one."""
+        life = self._lives.get(sequence.request.id)
+        if life is not None:  # None: ended since it was planned
+            life.slot = slot
+            self._unbegun_N[slot] = not sequence.num_output
+            self._last_token_N[slot] = life.last
+
     def _record_tokens(self, plan: StepPlan, now: float) -> None:
         """First tokens one by one, the gaps before all others at once."""
-        slot_S = plan.slot_S.astype(np.intp)
-        begins_S = plan.samples_S & (plan.end_S == self._num_prompt_N[slot_S])
-        for row in begins_S.nonzero()[0].tolist():
-            life = self._lives.get(plan.sequences[row].request.id)
-            if life is not None:  # ended while the step was in flight
-                life.first = now
-        continues_S = plan.samples_S ^ begins_S
-        self._gaps.add(now - self._last_token_N[slot_S[continues_S]])
-        self._last_token_N[slot_S] = now
+        sampled = plan.slot_S[plan.samples_S].astype(np.intp)
+        begins_S = self._unbegun_N[sampled]
+        if np.count_nonzero(begins_S):
+            for row in plan.samples_S.nonzero()[0][begins_S].tolist():
+                life = self._lives.get(plan.sequences[row].request.id)
+                if life is not None:  # ended while the step was in flight
+                    life.first = now
+            self._unbegun_N[sampled] = False
+            self._gaps.add(now - self._last_token_N[sampled[~begins_S]])
+        else:
+            self._gaps.add(now - self._last_token_N[sampled])
+        self._last_token_N[sampled] = now
 
     def _close(self, event, now: float) -> None:
         sequence = event.sequence
@@ -182,13 +207,9 @@ class Simulation:
         return report
 
 
-_PARAMS: dict[int, SamplingParams] = {}
-
-
+@functools.lru_cache(4096)
 def _params(output: int) -> SamplingParams:
-    if output not in _PARAMS:
-        _PARAMS[output] = SamplingParams(max_tokens=output, ignore_eos=True)
-    return _PARAMS[output]
+    return SamplingParams(max_tokens=output, ignore_eos=True)
 
 
 def simulate(

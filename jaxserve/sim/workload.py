@@ -34,22 +34,12 @@ class Arrival:
     def prompt_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Tokens with the trace's lengths and shared beginnings; all zero without blocks."""
         if not self.blocks:
-            return _zeros(self.prompt)
+            return (0,) * self.prompt
         tokens = itertools.chain.from_iterable(
             itertools.repeat(block % vocab_size, BLOCK_TOKENS) for block in self.blocks
         )
         ids = tuple(itertools.islice(tokens, self.prompt))
-        return ids + _zeros(self.prompt - len(ids))
-
-
-_ZEROS: dict[int, tuple[int, ...]] = {}
-
-
-def _zeros(count: int) -> tuple[int, ...]:
-    """One tuple for each length: prompts without content share their memory."""
-    if count not in _ZEROS:
-        _ZEROS[count] = (0,) * count
-    return _ZEROS[count]
+        return ids + (0,) * (self.prompt - len(ids))
 
 
 TRACES = {
@@ -145,6 +135,8 @@ def merge(*workloads: Iterator[Arrival]) -> Iterator[Arrival]:
 
 def sped_up(arrivals: Iterator[Arrival], factor: float) -> Iterator[Arrival]:
     """The same requests, `factor` times as fast."""
+    if factor == 1:
+        return arrivals
     return (dataclasses.replace(a, time=a.time / factor) for a in arrivals)
 
 

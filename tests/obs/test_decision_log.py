@@ -222,3 +222,30 @@ def test_cost_models_that_are_not(tmp_path):
         CostModel.load(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="too few"):
         CostModel.fit(np.ones((3, 6)), np.ones(3))
+
+
+def test_the_log_of_an_idle_server_is_complete(tmp_path):
+    """Nothing is closed: the last ends are in the file, twice, and the plans between them too."""
+    driver = Driver(
+        small_limits(num_slots=1),
+        wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
+    )
+    for name in ("first", "second"):
+        driver.send(prompt_of(5), name, max_tokens=3, ignore_eos=True)
+        driver.run()
+        assert "ended (length)" in explain(tmp_path / "log", name)[-1]
+    assert replay(tmp_path / "log").plans == len(driver.plans)
+
+
+def test_a_deadline_in_the_queue_is_told(tmp_path):
+    driver = Driver(
+        small_limits(num_slots=1),
+        wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
+    )
+    driver.send(prompt_of(5), "runs", max_tokens=30, ignore_eos=True)
+    driver.step()
+    driver.send(prompt_of(5), "waits", deadline=driver.now + 6)
+    driver.run()
+    told = explain(tmp_path / "log", "waits")
+    assert "still queued because every slot is taken (5 steps)" in told[-2]
+    assert "ended (timeout)" in told[-1] and "Of 6.000 s it queued 6.000 s" in told[-1]

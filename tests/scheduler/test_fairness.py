@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.budget import MIN_CHUNK
 from jaxserve.scheduler.fairness import MAX_IDLE_TENANTS, ServiceLedger
+from jaxserve.scheduler.policy import by_arrival
+from jaxserve.scheduler.queue import FairQueue
+from jaxserve.types import Request, Sequence
 from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 MOST_INPUT = 30
@@ -182,6 +185,25 @@ def test_a_pause_earns_no_credit():
     third = ledger.number("third")
     ledger.enter(third)  # nobody waits: the level of the last to leave, then 1000
     assert ledger.service_U[third] == pytest.approx(1000)
+
+
+def test_who_returns_goes_before_its_equals():
+    """Lifted to the others' level it has had no more than they; who queued all along is no nearer
+    to its turn. One that had more still waits for them."""
+    ledger = ServiceLedger()
+    queue = FairQueue(ledger, by_arrival)
+    for serial, (tenant, service) in enumerate(
+        (("heavy", 500.0), ("light", 20.0), ("most", 900.0))
+    ):
+        ledger.service_U[ledger.number(tenant)] = service
+        ledger.enter(ledger.number(tenant))
+        queue.push(Sequence(Request(f"r{serial}", (1,), tenant=tenant), 0, 8, serial))
+    served = []
+    while len(queue):
+        served.append(queue.peek())
+        queue.take(served[-1])
+    assert [sequence.request.tenant for sequence in served] == ["light", "heavy", "most"]
+    assert ledger.service_U[ledger.number("light")] == 500.0
 
 
 def test_idle_tenants_are_forgotten_and_lose_nothing():

@@ -103,6 +103,30 @@ def test_old_queue_sheds_the_lowest_priority():
     driver.run().check_outputs()
 
 
+def test_nobody_is_shed_while_nobody_waits():
+    """An engine without work makes no plans, so a sign that was up stays up; it must not keep
+    everyone out for good. Its fall is told by the next plan, even if no step ran when it fell."""
+    driver = Driver(small_limits(num_slots=1), SchedulerConfig(guard_queue_age_s=5.0, **OFF))
+    for index in range(3):
+        driver.send(prompt_of(4, index), max_tokens=4, ignore_eos=True)
+    while driver.scheduler.num_waiting:
+        driver.step()
+    assert raised(driver) == {Action.SHED_LOWEST.value}
+    driver.run()
+    assert raised(driver) == {Action.SHED_LOWEST.value}
+    driver.send(prompt_of(4), max_tokens=2)
+    driver.run().check_outputs()
+    for _ in range(int(LOWER_S) + 2):
+        driver.step()
+    assert raised(driver) == set() and "lowered" not in "".join(changes(driver))
+    driver.send(prompt_of(4))
+    driver.run().check_outputs()
+    assert (
+        changes(driver)[-1]
+        == "queue_age_s lowered at 0: stop: refuse arrivals of the lowest priority"
+    )
+
+
 def test_unfairness_sheds_the_greediest_tenant():
     driver = Driver(small_limits(num_slots=1), SchedulerConfig(guard_fairness_gap=100.0, **OFF))
     for index in range(8):

@@ -205,6 +205,9 @@ class FakeEngine:
     def stats(self):
         return dataclasses.replace(self.counts, running=self.counts.running or len(self.open))
 
+    def retry_after(self):
+        return 2.0 * self.counts.waiting
+
     def health(self):
         return SimpleNamespace(state=self.state, seconds_since_step=0.0, message="")
 

@@ -11,7 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_completions import error_of
 
 from jaxserve.obs.metrics import Metrics
+from jaxserve.scheduler.guard import Action
+from jaxserve.scheduler.stats import Stats
 from jaxserve.server import report
+from jaxserve.types import RequestRefused
 from tests.server.conftest import Client
 
 
@@ -99,6 +102,22 @@ def test_steps_are_observed_by_kind():
     assert kind.startswith("text/plain")
     for step in ("decode", "mixed"):
         assert f'jaxserve:step_seconds_count{{kind="{step}"}} 1.0'.encode() in text
+
+
+def test_the_guard_and_the_gap_between_tenants():
+    stats = Stats(fairness_gap=120.5, guard_actions=(Action.SMALLER_CHUNKS.value,), guard_changes=3)
+    text = Metrics(lambda: stats, "m").render()[0].decode()
+    assert "jaxserve:fairness_gap 120.5" in text and "jaxserve:guard_changes_total 3.0" in text
+    assert 'jaxserve:guard_action{action="smaller chunks"} 1.0' in text
+    assert 'jaxserve:guard_action{action="pause admission"} 0.0' in text
+
+
+@pytest.mark.parametrize("code", ["queue_full", "rate_limited"])
+def test_refusals_by_cause(engine, client, code):
+    engine.refusal = RequestRefused("not now", code=code, retry_after=7.2)
+    response = client.complete(prompt="a")
+    assert error_of(response, 429)["code"] == code and response.headers["retry-after"] == "7"
+    assert value(scrape(client), "jaxserve:requests_refused_total", code=code) == 1
 
 
 def test_the_load_line():

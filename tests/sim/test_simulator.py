@@ -2,6 +2,7 @@
 
 import gc
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -116,6 +117,18 @@ def test_a_full_batch_makes_the_next_wait():
     assert report.group("all").ttft.quantile(0.2) == pytest.approx(1.0, rel=0.01)
     assert report.group("all").ttft.quantile(0.9) == pytest.approx(4.0, rel=0.01)
     assert report.summary()["slot_occupancy"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_lost_place_is_a_gap():
+    """The first one has three tokens when another takes its slot for two seconds. Its fourth comes
+    a second after that, with what it had computed again: gaps of 1, 1, 3 and 1 s, and of 1 s."""
+    arrivals = [Arrival(0.0, 4, 5, priority=1), Arrival(2.5, 4, 2, priority=0)]
+    report = serve(arrivals, limits_of(num_slots=1), policy="priority")
+    gaps = report.group("all").itl
+    assert report.preemptions == 1 and report.seconds == pytest.approx(7.0)
+    assert len(gaps) == 5 and gaps.total == pytest.approx(7.0)
+    assert gaps.quantile(1.0) == pytest.approx(3.0, rel=0.01)
+    assert report.group("all").ttft.quantile(0.5) == pytest.approx(1.0, rel=0.01)
 
 
 def test_idle_time_passes_at_once():
@@ -310,12 +323,16 @@ def test_the_verb_prints_a_table_and_draws(tmp_path):
 
 
 def test_memory_does_not_grow_with_requests():
-    """After 1,000 requests as many objects are alive as after 100, with everything still held."""
-    alive = {}
+    """After 1,000 requests of all lengths as many bytes and objects are alive as after 100, with
+    everything still held."""
+    alive, held = {}, {}
+    tracemalloc.start()
     for count in (100, 100, 1000):  # the first run fills caches
-        simulation = Simulation(Scheduler(limits_of()), SECOND_A_STEP.seconds)
-        simulation.run(poisson(0.5, count, prompt=20, output=2, spread=0.1))
+        scheduler = Scheduler(limits_of(token_budget=4096), on_paper=True)
+        simulation = Simulation(scheduler, SECOND_A_STEP.seconds)
+        simulation.run(poisson(0.02, count, prompt=500, output=2))
         gc.collect()
-        alive[count] = len(gc.get_objects())
-    assert alive[1000] <= alive[100] + 100
-    assert len(simulation.report.group("all").e2e) == 1000
+        alive[count], held[count] = len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert alive[1000] <= alive[100] + 100 and held[1000] <= held[100] + 50_000
+    assert len(simulation.report.group("all").e2e) > 950  # the longest prompts are refused
