@@ -105,8 +105,9 @@ class WaitingQueue:
 class FairQueue:
     """A WaitingQueue for each tenant; the tenant that has had the least service is next.
 
-    Of equals it is the one that came last: whoever returns is lifted to the level of those that
-    wait, and would stand behind all of them otherwise, having had no more than they.
+    Of equals it is the one whose last turn is the longest ago; for one that never had any, counted
+    from when it came. Whoever returns is lifted to the level of those that wait, and would often
+    stand behind all of them otherwise.
 
     A waiting tenant's counter only grows, so its entry in the heap of tenants may be too low but
     never too high: it is brought up to date when it surfaces.
@@ -116,10 +117,12 @@ class FairQueue:
         self._keys = (key, short_key)
         self._ledger = ledger
         self._queues: dict[int, WaitingQueue] = {}  # by tenant number; never empty ones
-        self._heap: list[tuple[float, int, int]] = []  # (service when pushed, -entry, tenant)
+        # (service when pushed, last turn, tenant, entry)
+        self._heap: list[tuple[float, int, int, int]] = []
         self._aside: list[WaitingQueue] = []  # those that passed somebody over
         self._entry_of: dict[int, int] = {}  # tenant -> its valid entry; others are ghosts
-        self._entries = 0
+        self._turn_of: dict[int, int] = {}  # tenant -> its last turn
+        self._numbers = itertools.count()  # of entries and turns
         self._length = 0
         self.num_tokens = 0
 
@@ -143,22 +146,27 @@ class FairQueue:
         tenant = self._ledger.number(sequence.request.tenant)
         if tenant not in self._queues:
             self._queues[tenant] = WaitingQueue(*self._keys)
-            self._entries += 1
-            self._entry_of[tenant] = self._entries
-            heapq.heappush(self._heap, (self._ledger.service_U[tenant], -self._entries, tenant))
+            self._turn_of.setdefault(tenant, next(self._numbers))
+            self._enter(tenant)
         self._queues[tenant].push(sequence)
         self._length += 1
         self.num_tokens += len(sequence.tokens)
+
+    def _enter(self, tenant: int) -> None:
+        entry = self._entry_of[tenant] = next(self._numbers)
+        turn = self._turn_of[tenant]
+        heapq.heappush(self._heap, (self._ledger.service_U[tenant], turn, tenant, entry))
 
     def peek(self) -> Sequence | None:
         """The first of the tenant with the smallest counter; None when all it has is set aside:
         another tenant's turn has not come."""
         while self._heap:
-            service, entry, tenant = self._heap[0]
-            if self._entry_of.get(tenant) != -entry:
+            service, _, tenant, entry = self._heap[0]
+            if self._entry_of.get(tenant) != entry:
                 heapq.heappop(self._heap)
             elif service < self._ledger.service_U[tenant]:
-                heapq.heapreplace(self._heap, (self._ledger.service_U[tenant], entry, tenant))
+                heapq.heappop(self._heap)
+                self._enter(tenant)
             else:
                 return self._queues[tenant].peek()
         return None
@@ -169,9 +177,13 @@ class FairQueue:
 
     def take(self, sequence: Sequence) -> None:
         """It is served: it leaves, and the turn within its tenant passes on."""
-        queue = self._of_tenant(sequence)
+        tenant = self._ledger.number(sequence.request.tenant)
+        self._turn_of[tenant] = next(self._numbers)
+        queue = self._queues[tenant]
         queue.take(sequence)
         self._left(queue, sequence)
+        if len(queue):
+            self._enter(tenant)
 
     def set_aside(self, sequence: Sequence) -> None:
         """Passes it over until bring_back()."""
@@ -201,5 +213,5 @@ class FairQueue:
             tenant = self._ledger.number(sequence.request.tenant)
             del self._queues[tenant], self._entry_of[tenant]
             if len(self._heap) > 2 * len(self._queues) + 64:
-                self._heap = [e for e in self._heap if self._entry_of.get(e[2]) == -e[1]]
+                self._heap = [e for e in self._heap if self._entry_of.get(e[2]) == e[3]]
                 heapq.heapify(self._heap)

@@ -1,5 +1,7 @@
 """The virtual token counter keeps backlogged tenants within the bound of its paper."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -187,23 +189,34 @@ def test_a_pause_earns_no_credit():
     assert ledger.service_U[third] == pytest.approx(1000)
 
 
-def test_who_returns_goes_before_its_equals():
-    """Lifted to the others' level it has had no more than they; who queued all along is no nearer
-    to its turn. One that had more still waits for them."""
+def test_of_equals_the_longest_without_a_turn_is_next():
+    """Lifted to the others' level, who returns has had no more than they. A newcomer goes behind
+    all of them, however often newcomers come: nobody at the level is passed over for ever."""
     ledger = ServiceLedger()
     queue = FairQueue(ledger, by_arrival)
-    for serial, (tenant, service) in enumerate(
-        (("heavy", 500.0), ("light", 20.0), ("most", 900.0))
-    ):
-        ledger.service_U[ledger.number(tenant)] = service
+    serials = itertools.count()
+
+    def send(tenant):
         ledger.enter(ledger.number(tenant))
+        serial = next(serials)
         queue.push(Sequence(Request(f"r{serial}", (1,), tenant=tenant), 0, 8, serial))
-    served = []
-    while len(queue):
-        served.append(queue.peek())
-        queue.take(served[-1])
-    assert [sequence.request.tenant for sequence in served] == ["light", "heavy", "most"]
-    assert ledger.service_U[ledger.number("light")] == 500.0
+
+    def serve(tokens):
+        sequence = queue.peek()
+        queue.take(sequence)
+        ledger.charge_input(ledger.number(sequence.request.tenant), tokens)
+        ledger.leave(ledger.number(sequence.request.tenant))
+        return sequence.request.tenant
+
+    send("light")
+    assert serve(20) == "light"
+    for _ in range(3):
+        send("heavy")
+    assert serve(500) == "heavy"
+    send("light")  # lifted to 500
+    for number in range(3):
+        send(f"new{number}")
+    assert [serve(10) for _ in range(6)] == ["light", "heavy", "new0", "new1", "new2", "heavy"]
 
 
 def test_idle_tenants_are_forgotten_and_lose_nothing():
