@@ -31,6 +31,7 @@ def packages():
 NATIVE_SOURCES = [
     "pallas_kernels/native.cc",
     "pallas_kernels/native_zeros.cc",
+    "pallas_kernels/best_token/cpu.cc",
     "pallas_kernels/linear/cpu_floats.cc",
     "pallas_kernels/linear/cpu_groups.cc",
     "pallas_kernels/linear/cpu_groups_amx.cc",

@@ -144,7 +144,17 @@ def run() -> typing.NoReturn:
         line = " ".join(str(error).split())
         errors.print(f"jaxserve: {line}", style="red", markup=False, soft_wrap=True)
         status = 1
+    _drop_what_cannot_be_written()
     sys.exit(status)
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Python ends with a status of its own when a last flush fails, as on a full disk."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

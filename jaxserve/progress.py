@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import rich.progress
@@ -40,7 +41,8 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         if self._tasks:
-            self._bars.stop()
+            with contextlib.suppress(OSError):  # a full disk behind stderr is no fault of the start
+                self._bars.stop()
 
     def part(self, name: str) -> Callable[[str, int, int], None]:
         def report(item: str, done: int, total: int) -> None:

@@ -5,6 +5,7 @@ Imports that take long (jax, the server) are in the functions: help and flag err
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -125,10 +126,15 @@ def _greet(engine, url: str, progress: Progress, start: float) -> None:
     gc.collect()
     gc.freeze()
     progress.__exit__()
+    with contextlib.suppress(OSError):  # it serves, whether anybody can be told or not
+        _announce(engine, url, time.monotonic() - start)
+
+
+def _announce(engine, url: str, seconds: float) -> None:
     body = f'{{"model": "{engine.model_name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
     console.print(engine.description, soft_wrap=True, markup=False)
     console.print(f"memory: {engine.memory_table}", markup=False)
-    console.print(f"ready after {time.monotonic() - start:.1f} s at {url}", markup=False)
+    console.print(f"ready after {seconds:.1f} s at {url}", markup=False)
     console.print(
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         soft_wrap=True,

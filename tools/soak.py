@@ -31,6 +31,7 @@ WORDS = (
     "school", "state", "family", "🙂", "žluť",
 )  # fmt: skip
 SAMPLE_S = 5.0  # between readings of memory
+PATIENCE_S = 300.0  # of a client that means to stay
 IDLE_S = 10.0  # after the last answer, how long pages may stay taken
 RUBBISH = (
     b"", b"{", b"[" * 5000, b'{"prompt": NaN}', b'{"prompt": [-1]}', b'{"prompt": "a", "n": 0}',
@@ -142,25 +143,30 @@ async def one_client(
     """Asks until `end`. manners: the shares of bad behaviour, or None for none."""
     while time.monotonic() < end:
         dice = rng.random() if manners else 1.0
-        if manners and dice < manners.bad_rate:
-            answer = await client.post("/v1/completions", content=rng.choice(RUBBISH))
-            books.check_status(answer.status_code, "rubbish")
-            if not 400 <= answer.status_code < 500:
-                books.fault(f"rubbish was answered with {answer.status_code}")
-            continue
+        rubbish = manners and dice < manners.bad_rate
+        leaves = manners and not rubbish and dice < manners.bad_rate + manners.abort_rate
+        patience = 2 ** rng.uniform(-6, 2) if leaves else PATIENCE_S
         path, body = made_up_request(rng, grammar_rate)
-        slow = manners and rng.random() < manners.slow_rate
-        leaves = manners and dice < manners.bad_rate + manners.abort_rate
-        patience = 2 ** rng.uniform(-6, 2) if leaves else 300
+        pause = 0.2 if manners and rng.random() < manners.slow_rate else 0.0
         try:
             async with asyncio.timeout(patience):
-                await ask(client, path, body, books, 0.2 if slow else 0.0)
+                if rubbish:
+                    await send_rubbish(client, rng.choice(RUBBISH), books)
+                else:
+                    await ask(client, path, body, books, pause)
         except TimeoutError:
             books.outcomes["left"] += 1
-            if patience == 300:
+            if not leaves:
                 books.fault(f"{path} did not end within {patience} s")
         except httpx.HTTPError as error:
             books.fault(f"{path}: {type(error).__name__}: {error}")
+
+
+async def send_rubbish(client: httpx.AsyncClient, content: bytes, books: Books) -> None:
+    answer = await client.post("/v1/completions", content=content)
+    books.check_status(answer.status_code, "rubbish")
+    if not 400 <= answer.status_code < 500:
+        books.fault(f"rubbish was answered with {answer.status_code}")
 
 
 async def metrics_of(client) -> dict[str, float]:
@@ -243,7 +249,7 @@ async def soak(url: str, options) -> int:
     """Runs it all and prints the result; the exit status."""
     books = Books()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
         before = await metrics_of(client)
         watching = asyncio.ensure_future(watch_memory(client, books))
         end = time.monotonic() + 60 * options.minutes
@@ -270,7 +276,7 @@ async def soak(url: str, options) -> int:
 def own_server(model: str):
     """URL of a server started for this run; it must stop cleanly at the end.
 
-    A small KV pool: the system counts its pages as resident only once each has been written to.
+    A small KV pool, so that kept prefixes soon have to make room.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -45,7 +45,11 @@ def server(arguments: Sequence[str], ready_url: str, timeout_s: float = 600.0) -
     with tempfile.TemporaryFile("w+") as words:
         child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=words)
         try:
-            _await(child, words, ready_url, timeout_s)
+            try:
+                await_ready(child, ready_url, timeout_s)
+            except ValueError as error:
+                words.seek(0)
+                raise ValueError(f"{error}: {words.read()[-500:]}") from None
             yield
         finally:
             child.terminate()
@@ -56,12 +60,12 @@ def server(arguments: Sequence[str], ready_url: str, timeout_s: float = 600.0) -
                 child.wait()
 
 
-def _await(child: subprocess.Popen, words, url: str, timeout_s: float) -> None:
+def await_ready(child: subprocess.Popen, url: str, timeout_s: float) -> None:
+    """Returns once the URL answers. ValueError when the child ends first, or time does."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if child.poll() is not None:
-            words.seek(0)
-            raise ValueError(f"the server ended: {words.read()[-500:]}")
+            raise ValueError("the server ended")
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
             return
         time.sleep(_POLL_S)

@@ -39,17 +39,6 @@ def transform(logits_SV, state: DeviceState, sampling: SamplingInputs, slot_S, n
     )
 
 
-def mask_grammar(logits_SV, allowed_SW):
-    """-inf for tokens that a row's grammar forbids. allowed_SW: int32, a bit for each id."""
-    num_rows, vocab_size = logits_SV.shape
-    bit_32 = jnp.arange(32, dtype=jnp.int32)[None, None]
-    bits_SWB = jax.lax.shift_right_logical(
-        *jnp.broadcast_arrays(allowed_SW[:, :, None], bit_32)
-    ) & jnp.int32(1)
-    allowed_SV = bits_SWB.reshape(num_rows, -1)[:, :vocab_size] != 0
-    return jnp.where(allowed_SV, logits_SV, -jnp.inf)
-
-
 def _add_bias(logits_SV, state, slot_S):
     row_S1 = jnp.arange(logits_SV.shape[0], dtype=jnp.int32)[:, None]
     return logits_SV.at[row_S1, state.bias_ids_NB[slot_S]].add(state.bias_NB[slot_S], mode="drop")

@@ -1,11 +1,13 @@
 """A StepPlan as the arrays of one bucket.
 
-Every array is fresh: on CPU a device array may alias the numpy array it came from, so an array is
-never written after it was handed over. int32 and float32 on purpose: int64 would pass silently and
-select no compiled program.
+On CPU a device array may alias the numpy array it came from, so an array is never written after it
+was handed over. int32 and float32 on purpose: int64 would pass silently and select no compiled
+program.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
@@ -33,6 +35,7 @@ class RowParams:
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.grammar = np.zeros(num_slots, bool)
         self.pooling = np.zeros(num_slots, np.int32)
+        self.reads = np.zeros(num_slots, bool)  # it wants to know something of its prompt
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         params = sequence.request.params
@@ -53,6 +56,7 @@ class RowParams:
         self.grammar[slot] = params.grammar is not None
         self.pooling[slot] = (None, *POOLINGS).index(params.pooling)
         self.prompt_logprobs[slot] = params.prompt_logprobs is not None and sequence.index == 0
+        self.reads[slot] = self.prompt_logprobs[slot] or self.pooling[slot]
 
 
 def pack(
@@ -138,6 +142,8 @@ def _batch(plan, end_S, num_S, max_pages) -> RaggedBatch:
 
 def _reading(plan, rows, num_S, bucket_T) -> ReadingInputs:
     slots = plan.slot_S
+    if not rows.reads[slots].any():
+        return _nothing_read(num_S, bucket_T)
     scored_S = rows.prompt_logprobs[slots] & (plan.start_S < rows.num_prompt[slots])
     return ReadingInputs(
         pooling_S=_padded(rows.pooling[slots], num_S, 0),
@@ -145,6 +151,13 @@ def _reading(plan, rows, num_S, bucket_T) -> ReadingInputs:
         any_prompt_logprobs=_any(scored_S),
         any_pooling=_any(rows.pooling[slots] > 0),
     )
+
+
+@functools.cache
+def _nothing_read(num_S, bucket_T) -> ReadingInputs:
+    """Nobody writes to it: the wire copies."""
+    no = np.array(False)
+    return ReadingInputs(np.zeros(num_S, np.int32), np.zeros(bucket_T, np.int32), no, no)
 
 
 def _any(values) -> np.ndarray:

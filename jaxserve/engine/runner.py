@@ -352,7 +352,7 @@ def choice_step(spec: StepSpec, shape: RunnerShape, rows: int) -> Step:
     wire = Wire(example)
 
     def run(state, logits_SV, vector, allowed_SW):
-        return choose_step(state, logits_SV, wire.unpack(vector), allowed_SW)
+        return choose_step(state, logits_SV, wire.unpack(vector), allowed_SW, spec)
 
     logits = jax.ShapeDtypeStruct((rows, spec.model_config.vocab_size), np.float32)
     vector = jax.ShapeDtypeStruct(wire.shape, np.int32)

@@ -10,37 +10,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.engine.state import SamplingInputs
+from jaxserve.pallas_kernels.best_token.api import best_token
 
 _GREEDY_BELOW = 1e-5  # types.SamplingParams.greedy states the same bound
-_BLOCK = 256  # ids of the vocabulary that reductions take at a time, see _blocks
+_BLOCK = 256  # ids of the vocabulary whose weights are summed at a time, see _draw
 
 
-def greedy(logits_SV):
-    """argmax a row, of equals the first, int32 [S]; -1 where the logits are not finite.
-
-    The best block by its maximum, then the best id inside: XLA's argmax on a CPU is scalar code,
-    its max is not. A NaN is its block's maximum and wins both rounds.
-    """
-    logits_SCB = _blocks(logits_SV, -jnp.inf)
-    block_S11 = jnp.argmax(jnp.max(logits_SCB, axis=2), axis=1).astype(jnp.int32)[:, None, None]
-    inside_SB = jnp.take_along_axis(logits_SCB, block_S11, axis=1)[:, 0]
-    offset_S1 = jnp.argmax(inside_SB, axis=1).astype(jnp.int32)[:, None]
-    best_S = jnp.take_along_axis(inside_SB, offset_S1, axis=1)[:, 0]
-    token_S = block_S11[:, 0, 0] * _BLOCK + offset_S1[:, 0]
-    return jnp.where(jnp.isfinite(best_S), token_S, -1)
+def draws(sampling: SamplingInputs):
+    """The rows whose token is drawn; of the others it is the best. bool [S]."""
+    return sampling.temperature_S >= _GREEDY_BELOW
 
 
-def _blocks(values_SV, fill):
-    """[S, V] as [S, C, 256], the last block filled up."""
-    padding = -values_SV.shape[1] % _BLOCK
-    padded_SV = jnp.pad(values_SV, ((0, 0), (0, padding)), constant_values=fill)
-    return padded_SV.reshape(values_SV.shape[0], -1, _BLOCK)
-
-
-def sample(logits_SV, sampling: SamplingInputs, new_position_S):
-    """One token a row, int32 [S]. logits_SV: float32, already transformed."""
-    greedy_S = greedy(logits_SV)
-    draws_S = (sampling.temperature_S >= _GREEDY_BELOW) & (greedy_S >= 0)
+def sample(logits_SV, sampling: SamplingInputs, new_position_S, *, backend: str):
+    """One token a row, int32 [S]. logits_SV: float32, already transformed. backend: of the search
+    for the best."""
+    greedy_S = best_token(logits_SV, backend=backend)
+    draws_S = draws(sampling) & (greedy_S >= 0)
     drawn_S = jax.lax.cond(
         jnp.any(draws_S),
         lambda: _drawn(logits_SV, sampling, new_position_S),
@@ -77,7 +62,7 @@ def _draw(weight_SV, uniform_S):
     Two levels, blocks and then inside the chosen block: one pass over V where a cumulative sum
     over all of V would take log V passes.
     """
-    weight_SCB = _blocks(weight_SV, 0.0)
+    weight_SCB = _blocks(weight_SV)
     block_SC = jnp.sum(weight_SCB, axis=2)
     running_SC = jnp.cumsum(block_SC, axis=1)
     target_S1 = uniform_S[:, None] * running_SC[:, -1:]
@@ -87,6 +72,13 @@ def _draw(weight_SV, uniform_S):
     running_SB = jnp.cumsum(inside_SB, axis=1)
     offset_S1 = _first_above(running_SB, inside_SB, target_S1 - before_S1)
     return (chosen_S1 * _BLOCK + offset_S1)[:, 0]
+
+
+def _blocks(values_SV):
+    """[S, V] as [S, C, 256], the last block filled up with zeros."""
+    padding = -values_SV.shape[1] % _BLOCK
+    padded_SV = jnp.pad(values_SV, ((0, 0), (0, padding)))
+    return padded_SV.reshape(values_SV.shape[0], -1, _BLOCK)
 
 
 def _first_above(running_SC, weight_SC, target_S1):

@@ -25,6 +25,7 @@ from jaxserve.engine.state import (
     StepInputs,
     StepOutputs,
 )
+from jaxserve.pallas_kernels.best_token.api import best_token, masked
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.types import MAX_LOGPROBS, POOLINGS
 
@@ -40,6 +41,11 @@ class StepSpec:
     attention_backend: str
     num_tokens: int  # ids the tokenizer knows; the head's other rows are padding
 
+    @property
+    def best_token_backend(self) -> str:
+        """Native code wherever the model's matmuls are."""
+        return self.model_config.backend.linear
+
 
 def greedy_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
     """One step over inputs' T tokens. DONATES state.
@@ -49,7 +55,8 @@ def greedy_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
       that sample.
     """
     state, hidden_TD = _forward(params, state, inputs, spec)
-    token_S = sampling_op.greedy(_logits(params, hidden_TD, inputs, spec))
+    logits_SV = _logits(params, hidden_TD, inputs, spec)
+    token_S = best_token(logits_SV, backend=spec.best_token_backend)
     return _remember(state, inputs, token_S), StepOutputs(token_S)
 
 
@@ -75,7 +82,7 @@ def score_step(params, state: DeviceState, inputs: StepInputs, spec: StepSpec):
     return state.replace(pooled_ND=pooled_ND), Scores(logits_SV, *scores, pooled_SD)
 
 
-def choose_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW):
+def choose_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW, spec: StepSpec):
     """The second half of a step. DONATES state.
 
     allowed_SW: int32 bits of the tokens that each row's grammar allows.
@@ -85,16 +92,11 @@ def choose_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW)
       sample.
     """
     sampling = SamplingInputs.of(inputs.settings_SF, inputs.new_position_S)
-    # In both branches: one that only passed the logits on would copy them.
-    masked = lambda: logit_transforms.mask_grammar(logits_SV, allowed_SW)
-    shaped_SV = jax.lax.cond(
-        logit_transforms.any_transform(sampling),
-        lambda: logit_transforms.transform(
-            masked(), state, sampling, inputs.slot_S, inputs.new_position_S
-        ),
-        masked,
+    token_S = jax.lax.cond(
+        logit_transforms.any_transform(sampling) | jnp.any(sampling_op.draws(sampling)),
+        lambda: _shape_and_sample(state, logits_SV, sampling, inputs, allowed_SW, spec),
+        lambda: best_token(logits_SV, allowed_SW, backend=spec.best_token_backend),
     )
-    token_S = sampling_op.sample(shaped_SV, sampling, inputs.new_position_S)
     # Reported log-probabilities are the model's own, before penalties and temperature.
     logprobs = jax.lax.cond(
         sampling.any_logprobs,
@@ -103,6 +105,21 @@ def choose_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW)
     )
     state = state.replace(history_NM=_append(state.history_NM, inputs, token_S))
     return _remember(state, inputs, token_S), StepOutputs(token_S, *logprobs)
+
+
+def _shape_and_sample(state, logits_SV, sampling, inputs, allowed_SW, spec):
+    """One token a row, int32 [S], when some row changes its logits or draws from them."""
+    # In both branches: one that only passed the logits on would copy them.
+    allowed = lambda: masked(logits_SV, allowed_SW)
+    shaped_SV = jax.lax.cond(
+        logit_transforms.any_transform(sampling),
+        lambda: logit_transforms.transform(
+            allowed(), state, sampling, inputs.slot_S, inputs.new_position_S
+        ),
+        allowed,
+    )
+    backend = spec.best_token_backend
+    return sampling_op.sample(shaped_SV, sampling, inputs.new_position_S, backend=backend)
 
 
 def _forward(params, state, inputs, spec):

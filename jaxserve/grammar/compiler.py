@@ -103,22 +103,16 @@ class GrammarMatcher:
         """
         assert row.shape == (self._mask_words,) and row.itemsize == 4
         assert row.flags.c_contiguous and row.flags.writeable
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        address, _ = row.__array_interface__["data"]  # row.ctypes takes as long as a small mask
+        self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
         self._check()
 
     def advance(self, token: int) -> bool:
         """Takes the token that was chosen. False, and no change, if the grammar forbids it."""
-        if self._matcher.validate_tokens([token]) != 1:
-            return False
-        self._matcher.consume_token(token)
+        if self._matcher.try_consume_tokens([token]) == 1:
+            return True
         self._check()
-        return True
-
-    def rollback(self, count: int) -> None:
-        """Takes the last tokens back: drafts that were not accepted."""
-        if count:
-            self._matcher.rollback(count)
-            self._check()
+        return False
 
     @property
     def done(self) -> bool:

@@ -14,7 +14,9 @@ again (`replay`), to tell one request's life (`explain`), and to learn what a st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import time
@@ -38,14 +40,16 @@ from jaxserve.types import (
     StepResult,
 )
 
+logger = logging.getLogger("jaxserve")
+
 FORMAT = 1
 
 
 class RecordingScheduler:
     """A Scheduler that writes down what it is asked and what it decides.
 
-    Same doors as Scheduler, so an engine takes either. Writes are buffered by the operating system;
-    close() when done.
+    Same doors as Scheduler, so an engine takes either. Writes are buffered; close() when done. A
+    write that fails, as on a full disk, ends the log and nothing else.
     """
 
     def __init__(self, scheduler: Scheduler, path: pathlib.Path, manifest: dict | None = None):
@@ -54,7 +58,7 @@ class RecordingScheduler:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._file = os.fdopen(descriptor, "wb")
         self._calls: list[list] = []
-        self._file.write(_line(_manifest(scheduler, manifest or {})))
+        self._write(_manifest(scheduler, manifest or {}))
 
     def __getattr__(self, name):
         """Gauges and settings are the scheduler's own."""
@@ -103,7 +107,7 @@ class RecordingScheduler:
         record = None if plan is None else plan_record(plan)
         predicted = None if plan is None else self._scheduler.predict(plan)
         line = {"calls": self._calls, "now": now, "plan": record, "predicted_s": predicted}
-        self._file.write(_line(line))
+        self._write(line)
         self._calls = []
         return plan
 
@@ -119,17 +123,34 @@ class RecordingScheduler:
         """With nothing left to do no plan follows soon, or ever: the file gets all there is."""
         if not self._scheduler.has_work:
             self._write_calls()
-            self._file.flush()
+            with self._ending_at_faults():
+                if not self._file.closed:
+                    self._file.flush()
 
     def _write_calls(self) -> None:
         """Those that no plan has followed."""
         if self._calls:
-            self._file.write(_line({"calls": self._calls, "now": None, "plan": None}))
+            self._write({"calls": self._calls, "now": None, "plan": None})
             self._calls = []
 
     def close(self) -> None:
         self._write_calls()
-        self._file.close()
+        with self._ending_at_faults():
+            self._file.close()
+
+    def _write(self, record: dict) -> None:
+        with self._ending_at_faults():
+            if not self._file.closed:
+                self._file.write(_line(record))
+
+    @contextlib.contextmanager
+    def _ending_at_faults(self):
+        try:
+            yield
+        except OSError as error:
+            logger.error("the decision log ends here: %s", error.strerror)
+            with contextlib.suppress(OSError):  # what is still buffered has no place either
+                self._file.close()
 
 
 def _ends(events) -> list:

@@ -26,7 +26,7 @@ class OpenRequests:
         self._open: dict[str, list[Sequence]] = {}  # request id -> choices that have not ended
         self._followers: dict[str, list[Sequence]] = {}  # choices 2..n, until the first's prompt
         self._num_followers = 0
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap; outlives its requests
+        self._deadlines: list[tuple[float, int, Request]] = []  # heap; may outlive its requests
         self._serial = 0
 
     def __len__(self) -> int:
@@ -59,6 +59,10 @@ class OpenRequests:
             self._num_followers += len(choices) - 1
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, choices[0].serial, request))
+            # Most requests end long before their deadlines: those must not keep them in memory.
+            if len(self._deadlines) > 2 * len(self._open) + 64:
+                self._deadlines = [entry for entry in self._deadlines if self._is_open(entry[2])]
+                heapq.heapify(self._deadlines)
 
     def choices(self, request_id: str) -> list[Sequence]:
         """Those that have not ended; none of an unknown request."""
@@ -69,10 +73,13 @@ class OpenRequests:
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, request = heapq.heappop(self._deadlines)
-            choices = self._open.get(request.id)
-            if choices and choices[0].request is request:  # an id may be in use again
+            if self._is_open(request):
                 expired.append(request.id)
         return expired
+
+    def _is_open(self, request: Request) -> bool:
+        choices = self._open.get(request.id)
+        return bool(choices) and choices[0].request is request  # an id may be in use again
 
     def enqueue(self, sequence: Sequence) -> None:
         self._ledger.enter(self._ledger.number(sequence.request.tenant))

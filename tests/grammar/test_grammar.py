@@ -103,15 +103,6 @@ def test_an_end_token_may_come_when_the_output_may_end(compiler):
     assert matcher.advance(END)
 
 
-def test_drafts_can_be_taken_back(compiler):
-    matcher = compiler.matcher(GrammarSpec.choice(["abc", "abd"]))
-    before = allowed(matcher)
-    matcher.advance(ord("a"))
-    matcher.advance(ord("b"))
-    matcher.rollback(2)
-    assert allowed(matcher) == before
-
-
 def test_matchers_of_one_grammar_are_apart(compiler):
     spec = GrammarSpec.choice(["xy"])
     one, two = compiler.matcher(spec), compiler.matcher(spec)

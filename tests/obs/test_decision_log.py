@@ -1,6 +1,9 @@
 """A recorded run is made again byte for byte, and can be told."""
 
 import contextlib
+import errno
+import os
+import pathlib
 import random
 import stat
 
@@ -127,6 +130,16 @@ def test_the_log_is_private_and_survives_a_crash(tmp_path):
     (tmp_path / "cut").write_bytes(whole[: len(whole) - len(whole) // 10])
     plans = replay(tmp_path / "cut").plans
     assert 0 < plans < replay(tmp_path / "log").plans
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(caplog):
+    full = pathlib.Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full on this system")
+    recorded_run(full)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the decision log ends here: {os.strerror(errno.ENOSPC)}"
+    ]
 
 
 def test_what_is_not_a_log_is_refused(tmp_path):

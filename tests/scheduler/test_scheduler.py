@@ -1,5 +1,7 @@
 """What the scheduler promises, one promise a test, against a runner that notices wrong pages."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -162,6 +164,16 @@ def test_deadlines_pass_in_the_queue_and_in_flight():
     assert driver.ends["r0", 0] is FinishReason.TIMEOUT and driver.output("r0")
     assert driver.ends["r1", 0] is FinishReason.TIMEOUT and not driver.output("r1")
     assert driver.ends["r2", 0] in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_far_deadlines_keep_no_ended_request_in_memory():
+    driver = Driver(check=False)
+    for _ in range(300):
+        driver.send(prompt_of(3), "same", max_tokens=1, deadline=1e9)
+        driver.run()
+        driver.plans.clear(), driver.ends.clear(), driver.outputs.clear()
+    alive = [x for x in gc.get_objects() if type(x) is Request and x.deadline == 1e9]
+    assert len(alive) < 100
 
 
 def test_an_old_deadline_does_not_end_a_new_request_of_the_same_id():
