@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
+
 from .. import tuning
-from .tpu_body import LANES, WRITE_BUFFERS
+from .tpu_body import WRITE_BUFFERS
+from .tpu_numbers import LANES, PARTS
 
 OP = "ragged_paged_attention"
 MAX_BLOCK_TOKENS = 512
@@ -49,6 +52,8 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
     inputs = 2 * 2 * sets * rows * lanes * 4 + 4 * rows * LANES * 4 * (sets + 2)
     footprint = 2 * block_tokens * W * itemsize + state + inputs
     footprint += WRITE_BUFFERS * group * W * (itemsize + 4)
+    if pages.dtype == jnp.float32:
+        footprint += PARTS * block_tokens * W * 2
     if footprint > VMEM_BYTES:
         raise ValueError(
             f"attention at {key} needs {footprint >> 20} MB of VMEM, {VMEM_BYTES >> 20} MB are "
