@@ -6,7 +6,8 @@ A grid step is one tile: a few tokens of one row, all heads. Three things happen
    memory tile holds (16 in bfloat16): fetch the group, put the new tokens in, send it back.
 2. Each tile walks the pages that it sees, a block at a time, through two VMEM buffers: while one is
    computed on, DMAs fill the other with the next block, or with the next tile's first.
-3. Softmax runs online, in base 2, on float32 scores.
+3. Softmax runs online, in base 2, on float32 scores. The matrix unit multiplies bfloat16: what
+   becomes of other numbers is in tpu_numbers.py.
 
 Heads lie side by side in a page's lanes, whatever their size. A *set* is a few heads multiplied at
 once: its queries are zero outside their own head's lanes, so one matmul over the set's lanes gives
