@@ -33,7 +33,7 @@ ROWS, MAX_LEN = 64, 8192
 BLOCKS = (128, 256, 512)  # KV tokens that tuning tries
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TUNED = ROOT / "pallas_kernels" / "tuned"
-OTHERS = ROOT / "tests" / "data"
+OTHERS = ROOT / "tests" / "data" / "rpa_v3_bundles.json"
 FOLDERS = {"v5e": "tpu_v5_lite", "v6e": "tpu_v6_lite", "7x": "tpu7x"}
 
 
@@ -136,27 +136,23 @@ def keep(target, topology, name, page_size, kv_dtype, decode: Decode):
 
 
 def table() -> str:
-    """The kept measurements of every shape and chip against other kernels', in Markdown."""
+    """The kept measurements of every shape and chip against RPA v3's, in Markdown."""
     from jaxserve.pallas_kernels.ragged_paged_attention import shapes
 
-    read = lambda name: json.loads((OTHERS / f"{name}_bundles.json").read_text())
-    rpa, tokamax = (read(name)["bundles_per_token"] for name in ("rpa_v3", "tokamax"))
-    page_cells = "page {} | RPA v3 | of it | tokamax"
+    others = json.loads(OTHERS.read_text())["bundles_per_token"]
     lines = [
-        f"| shape | chip | {page_cells.format(16)} | {page_cells.format(128)} | HBM cycles |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| shape | chip | page 16 | RPA v3 | of it | page 128 | RPA v3 | of it | HBM cycles |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape, (chip, folder) in itertools.product(shapes.SHAPES, FOLDERS.items()):
         kept = json.loads((TUNED / folder / "ragged_paged_attention.json").read_text())
         cells = [shape.name, chip]
         for page in ("16", "128"):
             key = f"{shape.H}/{shape.J}/{shape.E} page {page} bfloat16 decode"
-            measured = kept[key]["measured"]
-            ours, theirs = measured["bundles_per_token"], rpa[chip][shape.name][page]
-            second = tokamax.get(chip, {}).get(shape.name, {}).get(page)
-            cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}"]
-            cells.append("-" if second is None else f"{second:.2f}")
-        cells.append(f"{measured['hbm_cycles_per_token']:.2f}")
+            ours, theirs = kept[key]["measured"], others[chip][shape.name][page]
+            share = ours["bundles_per_token"] / theirs
+            cells += [f"{ours['bundles_per_token']:.2f}", f"{theirs:.2f}", f"{share:.2f}"]
+        cells.append(f"{ours['hbm_cycles_per_token']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

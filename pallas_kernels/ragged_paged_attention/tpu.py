@@ -16,9 +16,7 @@ from .kv import KVPages, quantise
 from .reference import token_places
 from .tables import decode_tiles, mixed_tiles
 from .tpu_body import LOG2_E, NEGATIVE, Plan, call
-from .tpu_numbers import E4M3_STEP, LANES
-
-SUBLANES = 8
+from .tpu_numbers import E4M3_STEP, LANES, SUBLANES
 
 
 def ragged_paged_attention(

@@ -325,7 +325,7 @@ def split_block(refs, plan, buffer):
     Left to the matmuls, each set's parts would live in registers, and most would be spilled: a loop
     of its own keeps few of them at a time.
     """
-    rows, lanes, W = 16, 4 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
+    rows, lanes, W = 16, 2 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
 
     @pl.loop(0, plan.block_tokens // SPLIT_TOKENS)
     def _(turn):
@@ -334,7 +334,7 @@ def split_block(refs, plan, buffer):
             page, slot = token // plan.page_size, pl.multiple_of(token % plan.page_size, rows)
             here = pl.ds(lane, min(lanes, W - lane))
             for n, part in enumerate(split_float32(refs.kv[buffer, page, pl.ds(slot, rows), here])):
-                refs.parts[n, pl.ds(token, rows), here] = part
+                refs.parts[n, pl.ds(token, rows), here] = part.astype(jnp.bfloat16)
 
 
 def order_scales(refs, plan, buffer):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+LANES, SUBLANES = 128, 8  # of a register
 E4M3_STEP = 2.0**60  # twice this is by how much unpacked fp8 numbers are too small, see unpack_e4m3
 PARTS = 3  # bfloat16 numbers that a float32 one is the sum of
 
@@ -28,24 +28,28 @@ def matmul(a, b_parts, *, transposed):
     if a.dtype != jnp.float32:
         (b,) = b_parts
         return dot(a, b)
-    rows, total = a.shape[0], 0
-    a_parts = split_float32(a)
+    rows = a.shape[0]
+    spare = -rows % SUBLANES
+    if spare:
+        a = jnp.concatenate([a, jnp.zeros((spare, a.shape[1]), a.dtype)])
+    a_parts, total = split_float32(a), 0
     for n, part in reversed(list(enumerate(b_parts))):
-        products = dot(jnp.concatenate(a_parts[: PARTS - n]), part)
+        meets = jnp.concatenate(a_parts[: PARTS - n]).astype(jnp.bfloat16)
+        products = dot(meets, part)
         for m in reversed(range(PARTS - n)):
-            total = total + products[m * rows : (m + 1) * rows]
+            first = m * (rows + spare)
+            total = total + products[first : first + rows]
     return total
 
 
 def split_float32(x):
-    """float32 -> PARTS bfloat16 arrays that add up to it: its bits, eight at a time."""
+    """-> PARTS float32 arrays that are exact in bfloat16 and add up to x: its bits, by eights."""
     parts = []
     for _ in range(PARTS - 1):
         high = jax.lax.bitcast_convert_type(x, jnp.int32) & -0x10000
-        high = jax.lax.bitcast_convert_type(high, jnp.float32)
-        parts.append(high.astype(jnp.bfloat16))
-        x = x - high
-    return [*parts, x.astype(jnp.bfloat16)]
+        parts.append(jax.lax.bitcast_convert_type(high, jnp.float32))
+        x = x - parts[-1]
+    return [*parts, x]
 
 
 def unpack_e4m3(codes):

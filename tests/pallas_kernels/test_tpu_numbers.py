@@ -14,7 +14,8 @@ def test_a_float32_is_three_bfloat16():
     """Worked by hand: each part has eight bits of it, the sign included."""
     x = np.float32([1 + 2.0**-8 + 2.0**-16, -(3 + 2.0**-20), 0, 2.0**100])
     parts = jax.jit(tpu_numbers.split_float32)(x)
-    assert [part.dtype for part in parts] == [jnp.bfloat16] * 3
+    for part in parts:
+        np.testing.assert_array_equal(np.asarray(part.astype(jnp.bfloat16), np.float32), part)
     assert np.asarray(parts, np.float64).T.tolist() == [
         [1, 2.0**-8, 2.0**-16],
         [-3, -(2.0**-20), 0],
@@ -34,10 +35,10 @@ def test_parts_add_up_to_every_bit():
 def test_products_are_float32s(b_dtype, transposed):
     """What six products of parts leave out is 2**-24 of the factors; sums round as float32."""
     rng = np.random.default_rng(2)
-    a = rng.standard_normal((8, 256), np.float32)
+    a = rng.standard_normal((9, 256), np.float32)
     b = jnp.asarray(rng.standard_normal((256, 128), np.float32)).astype(b_dtype)
     parts = tpu_numbers.split_float32(b) if b_dtype == jnp.float32 else [b]
-    parts = [part.T if transposed else part for part in parts]
+    parts = [(part.T if transposed else part).astype(jnp.bfloat16) for part in parts]
     got = jax.jit(functools.partial(tpu_numbers.matmul, transposed=transposed))(a, parts)
     exact_b = np.asarray(b, np.float64)
     allowed = 2.0**-21 * (np.abs(a) @ np.abs(exact_b)).max()
