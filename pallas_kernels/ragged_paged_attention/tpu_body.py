@@ -325,7 +325,7 @@ def split_block(refs, plan, buffer):
     Left to the matmuls, each set's parts would live in registers, and most would be spilled: a loop
     of its own keeps few of them at a time.
     """
-    rows, lanes, W = 16, 2 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
+    rows, lanes, W = 16, 4 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
 
     @pl.loop(0, plan.block_tokens // SPLIT_TOKENS)
     def _(turn):
