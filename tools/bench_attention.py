@@ -43,10 +43,15 @@ class Decode:
 
     block: int  # KV tokens an iteration
     loop: schedule.Loop
+    split: list[schedule.Loop]  # inside it: the loop that splits float32 blocks, or nothing
 
     @property
     def per_token(self) -> float:
-        return round(self.loop.bundles / self.block, 2)
+        from jaxserve.pallas_kernels.ragged_paged_attention.tpu_body import SPLIT_TOKENS
+
+        more_turns = self.block // SPLIT_TOKENS - 1
+        bundles = self.loop.bundles + sum(more_turns * loop.bundles for loop in self.split)
+        return round(bundles / self.block, 2)
 
     @property
     def stays_in_registers(self) -> bool:
@@ -90,7 +95,10 @@ def measure_decode(target, folder, name, page_size, kv_dtype, block_tokens) -> D
         file.unlink()
     block = compile_decode(target, name, page_size, kv_dtype, block_tokens)
     (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
-    return Decode(block, schedule.decode_loop(loops))
+    loop = schedule.decode_loop(loops)
+    split = schedule.inside(loops, loop)
+    assert len(split) == (kv_dtype == "float32"), "bundles would count a loop's turns once"
+    return Decode(block, loop, split)
 
 
 def tuned(measure, page_size) -> Decode:

@@ -8,6 +8,7 @@ both as text when it is started with `DUMP_FLAGS`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -46,6 +47,12 @@ def kernels(folder, match: str = "") -> dict[str, list[Loop]]:
 def decode_loop(loops: list[Loop]) -> Loop:
     """The kernel's steady loop: the shortest that multiplies matrices."""
     return min((loop for loop in loops if loop.ops.get("MXU")), key=lambda loop: loop.bundles)
+
+
+def inside(loops: list[Loop], loop: Loop) -> list[Loop]:
+    """The loops nested in one of them."""
+    (at,) = (i for i, other in enumerate(loops) if other is loop)
+    return list(itertools.takewhile(lambda other: other.depth > loop.depth, loops[at + 1 :]))
 
 
 def _bundles(path) -> list[tuple[bool, int]]:

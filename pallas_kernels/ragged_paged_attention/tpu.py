@@ -15,9 +15,8 @@ from . import tpu_sizes
 from .kv import KVPages, quantise
 from .reference import token_places
 from .tables import decode_tiles, mixed_tiles
-from .tpu_body import E4M3_STEP, LANES, LOG2_E, NEGATIVE, Plan, call
-
-SUBLANES = 8
+from .tpu_body import LOG2_E, NEGATIVE, Plan, call
+from .tpu_numbers import E4M3_STEP, LANES, SUBLANES
 
 
 def ragged_paged_attention(
@@ -33,9 +32,10 @@ def ragged_paged_attention(
     rows = min(batch.kv_len_S.shape[0], T)
     K, W = kv_pages.data.shape[2:]
     group = 32 // kv_pages.data.dtype.itemsize
-    if K % group:
+    least = max(group, 16)  # float32 is split into bfloat16, whose tiles are 16 tokens high
+    if K % least:
         dtype = kv_pages.data.dtype.name
-        raise ValueError(f"page_size={K}: with {dtype} KV on TPU, use a multiple of {group}")
+        raise ValueError(f"page_size={K}: with {dtype} KV on TPU, use a multiple of {least}")
     new_kv, scales = token_rows(k_TJE, v_TJE, W), None
     if kv_pages.scale is not None:
         if K % LANES:
@@ -122,6 +122,7 @@ def run_tiles(
         window=window,
         soft_cap=soft_cap,
         compute_dtype=jnp.dtype(jnp.float32 if exact else jnp.bfloat16),
+        splits=pages.dtype == jnp.float32,
         set_heads=heads,
         num_kv_heads=J,
         quantised=scales is not None,

@@ -6,7 +6,8 @@ A grid step is one tile: a few tokens of one row, all heads. Three things happen
    memory tile holds (16 in bfloat16): fetch the group, put the new tokens in, send it back.
 2. Each tile walks the pages that it sees, a block at a time, through two VMEM buffers: while one is
    computed on, DMAs fill the other with the next block, or with the next tile's first.
-3. Softmax runs online, in base 2, on float32 scores.
+3. Softmax runs online, in base 2, on float32 scores. The matrix unit multiplies bfloat16: what
+   becomes of other numbers is in tpu_numbers.py.
 
 Heads lie side by side in a page's lanes, whatever their size. A *set* is a few heads multiplied at
 once: its queries are zero outside their own head's lanes, so one matmul over the set's lanes gives
@@ -28,10 +29,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+from .tpu_numbers import (
+    E4M3_STEP,
+    LANES,
+    PARTS,
+    matmul,
+    split_float32,
+    unpack_e4m3,
+    unpacked_order,
+)
+
 NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
 LOG2_E = 1.4426950408889634
-E4M3_STEP = 2.0**60  # twice this is by how much unpacked fp8 numbers are too small, see unpack_e4m3
+SPLIT_TOKENS = 64  # of a float32 block, in one turn of split_block
 WRITE_BUFFERS = 4
 WRITE_LEAD = 2  # groups whose reads are in flight before the first is merged
 
@@ -54,7 +64,8 @@ class Plan:
     scale: float
     window: int | None
     soft_cap: float | None
-    compute_dtype: jnp.dtype
+    compute_dtype: jnp.dtype  # of queries and probabilities
+    splits: bool  # pages hold float32, see split_block
     set_heads: int  # KV heads of a set
     num_kv_heads: int
     quantised: bool  # pages hold 8-bit codes, with a scale per slot and head
@@ -65,7 +76,7 @@ class Plan:
         return self.block_pages * self.page_size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs:
     """The kernel's arguments, in order. Scalars (SMEM) come first."""
 
@@ -81,11 +92,12 @@ class Refs:
     first_max: object  # VMEM [s, R, 128] what the maximum starts from: sinks, or NEGATIVE
     new_kv: object  # HBM [tokens, W / 128, 128] float32
     pages_in: object  # aliased to `pages`
-    scales: object  # HBM [L * G, 2J, K] float32; this and scale_buffer: for 8-bit pages only
+    scales: object = None  # HBM [L * G, 2J, K] float32; 8-bit pages only
     out: object  # VMEM [1, s, R, w]
     pages: object  # HBM [L * G, K, W]
     kv: object  # VMEM [2, p, K, W]
-    scale_buffer: object  # VMEM [2, p, 2J, K] float32
+    scale_buffer: object = None  # VMEM [2, p, 2J, K] float32; 8-bit pages only
+    parts: object = None  # VMEM [PARTS, B, W] bfloat16: the block in parts; float32 pages only
     max: object  # VMEM [s, R, 128] float32
     sum: object  # VMEM [s, R, 128] float32
     value: object  # VMEM [s, R, w] float32
@@ -98,7 +110,7 @@ class Refs:
 
 def kernel(*refs, plan: Plan, sinks: bool):
     """Grid step i is tile i."""
-    refs = Refs(**dict(zip(ref_names(plan), refs)), **({} if plan.quantised else NO_SCALES))
+    refs = Refs(**dict(zip(ref_names(plan), refs)))
     tile = pl.program_id(0)
 
     @pl.when(tile == 0)
@@ -145,12 +157,10 @@ def kernel(*refs, plan: Plan, sinks: bool):
     refs.out[0] = (value / jnp.where(total > 0, total, 1)).astype(refs.out.dtype)
 
 
-NO_SCALES = {"scales": None, "scale_buffer": None}
-
-
 def ref_names(plan):
-    names = [field.name for field in dataclasses.fields(Refs)]
-    return [name for name in names if plan.quantised or name not in NO_SCALES]
+    absent = set() if plan.quantised else {"scales", "scale_buffer"}
+    absent |= set() if plan.splits else {"parts"}
+    return [field.name for field in dataclasses.fields(Refs) if field.name not in absent]
 
 
 def first_page(refs, plan, tile):
@@ -247,6 +257,8 @@ def attend(refs, plan, tile, block, buffer):
     """Adds one block in VMEM to the running softmax of all sets."""
     if plan.unpacks_fp8:
         order_scales(refs, plan, buffer)
+    if plan.splits:
+        split_block(refs, plan, buffer)
     first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
     R = refs.q.shape[2]
     k_position = first + block_order(plan, R)
@@ -307,10 +319,22 @@ def block_order(plan, rows):
     return unpacked_order(column) if plan.unpacks_fp8 else column
 
 
-def unpacked_order(column):
-    """Of each 128 tokens, unpack_e4m3 leaves those at even places, then those at odd places."""
-    lane = column & (LANES - 1)
-    return column - lane + jnp.where(lane < LANES // 2, 2 * lane, 2 * lane - (LANES - 1))
+def split_block(refs, plan, buffer):
+    """Writes the parts of a float32 block to VMEM, for all sets at once.
+
+    Left to the matmuls, each set's parts would live in registers, and most would be spilled: a loop
+    of its own keeps few of them at a time.
+    """
+    rows, lanes, W = 16, 4 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
+
+    @pl.loop(0, plan.block_tokens // SPLIT_TOKENS)
+    def _(turn):
+        for row, lane in itertools.product(range(0, SPLIT_TOKENS, rows), range(0, W, lanes)):
+            token = pl.multiple_of(turn * SPLIT_TOKENS + row, rows)
+            page, slot = token // plan.page_size, pl.multiple_of(token % plan.page_size, rows)
+            here = pl.ds(lane, min(lanes, W - lane))
+            for n, part in enumerate(split_float32(refs.kv[buffer, page, pl.ds(slot, rows), here])):
+                refs.parts[n, pl.ds(token, rows), here] = part.astype(jnp.bfloat16)
 
 
 def order_scales(refs, plan, buffer):
@@ -327,7 +351,7 @@ def order_scales(refs, plan, buffer):
 
 
 def lanes_of(refs, plan, buffer, starts, s):
-    """-> [B, w] of the block in VMEM: the lanes of set s."""
+    """-> the bfloat16 parts [B, w] of the block in VMEM: the lanes of set s."""
     if isinstance(s, int):
         at = starts[s]
     else:
@@ -340,23 +364,12 @@ def lanes_of(refs, plan, buffer, starts, s):
             for start in range(0, plan.page_size, LANES):
                 codes = refs.kv[buffer, p, pl.ds(start, LANES), pl.ds(at, plan.set_lanes)]
                 unpacked += unpack_e4m3(codes)
-        return jnp.concatenate(unpacked, axis=0).astype(plan.compute_dtype)
-    block = refs.kv[buffer, :, :, pl.ds(at, plan.set_lanes)]
-    return block.reshape(plan.block_tokens, plan.set_lanes).astype(plan.compute_dtype)
-
-
-def unpack_e4m3(codes):
-    """float8_e4m3fn [128, w] -> bfloat16 [64, w] of the even rows and of the odd, times 2**-120.
-
-    Sign, 4 bits of exponent and 3 of fraction are moved to their places in a bfloat16, whose
-    exponent has another bias: 127, not 7. For a word of four rows that takes nine operations; TPUs
-    before 7x have no conversion of their own. Right for normal numbers and zero, and there are no
-    others in the pages.
-    """
-    word = pltpu.bitcast(codes, jnp.int32)
-    even = ((word & 0x00800080) << 8) | ((word & 0x007F007F) << 4)
-    odd = (word & (0x80008000 - 2**32)) | ((word & 0x7F007F00) >> 4)
-    return pltpu.bitcast(even, jnp.bfloat16), pltpu.bitcast(odd, jnp.bfloat16)
+        return [jnp.concatenate(unpacked, axis=0)]
+    lanes = pl.ds(at, plan.set_lanes)
+    if plan.splits:
+        return [refs.parts[n, :, lanes] for n in range(PARTS)]
+    block = refs.kv[buffer, :, :, lanes].reshape(plan.block_tokens, plan.set_lanes)
+    return [block.astype(jnp.bfloat16)]
 
 
 def row_scales(refs, plan, buffer, first):
@@ -371,18 +384,6 @@ def row_scales(refs, plan, buffer, first):
         scale = jnp.concatenate(of_pages, axis=1)
         result = jnp.where(head == h, scale, result)
     return result
-
-
-def matmul(a, b, *, transposed):
-    """a @ b, or a @ b.T, with float32 results."""
-    exact = a.dtype == jnp.float32
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def write_groups(refs, plan):
@@ -449,12 +450,14 @@ def merge(refs, plan, i):
 def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_bytes):
     """Runs the kernel. arguments: the fields of Refs before `out`. -> (out, pages)."""
     q, pages = arguments[7], arguments[11]
-    scale_buffer = []
-    if plan.quantised:
-        page_scales = arguments[12].shape[1:]
-        scale_buffer = [pltpu.VMEM((2, plan.block_pages, *page_scales), jnp.float32)]
     _, sets, rows, lanes = q.shape
     W = pages.shape[-1]
+    optional = []
+    if plan.quantised:
+        page_scales = arguments[12].shape[1:]
+        optional.append(pltpu.VMEM((2, plan.block_pages, *page_scales), jnp.float32))
+    if plan.splits:
+        optional.append(pltpu.VMEM((PARTS, plan.block_tokens, W), jnp.bfloat16))
     by_tile = pl.BlockSpec((1, sets, rows, lanes), lambda i, *_: (i, 0, 0, 0))
     fixed = lambda *shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape))
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -473,7 +476,7 @@ def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_
             out_specs=[by_tile, hbm],
             scratch_shapes=[
                 vmem((2, plan.block_pages, plan.page_size, W), pages.dtype),
-                *scale_buffer,
+                *optional,
                 vmem((sets, rows, LANES), f32),
                 vmem((sets, rows, LANES), f32),
                 vmem((sets, rows, lanes), f32),

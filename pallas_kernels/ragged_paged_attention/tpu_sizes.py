@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
+
 from .. import tuning
-from .tpu_body import LANES, WRITE_BUFFERS
+from .tpu_body import WRITE_BUFFERS
+from .tpu_numbers import LANES, PARTS
 
 OP = "ragged_paged_attention"
 MAX_BLOCK_TOKENS = 512
@@ -29,6 +32,7 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
     """
     K, W = pages.shape[2:]
     itemsize = pages.dtype.itemsize
+    parts = PARTS if pages.dtype == jnp.float32 else 1
     least = math.lcm(K, LANES)  # scores have whole registers of tokens
     if block_tokens is None:
         tuned = tuning.lookup(OP, key)
@@ -37,7 +41,7 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
         else:
             block_tokens = MAX_BLOCK_TOKENS
             while block_tokens > least and not _fits(
-                block_tokens, W * itemsize, rows, sets, tile_tokens
+                block_tokens, W * itemsize, rows * parts, sets, tile_tokens
             ):
                 block_tokens //= 2
         if window is not None:
@@ -49,6 +53,8 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
     inputs = 2 * 2 * sets * rows * lanes * 4 + 4 * rows * LANES * 4 * (sets + 2)
     footprint = 2 * block_tokens * W * itemsize + state + inputs
     footprint += WRITE_BUFFERS * group * W * (itemsize + 4)
+    if parts > 1:
+        footprint += parts * block_tokens * W * 2
     if footprint > VMEM_BYTES:
         raise ValueError(
             f"attention at {key} needs {footprint >> 20} MB of VMEM, {VMEM_BYTES >> 20} MB are "
@@ -60,7 +66,8 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
 def _fits(block_tokens, token_bytes, rows, sets, tile_tokens):
     if 2 * block_tokens * token_bytes > BUFFER_BYTES:
         return False
-    # Decode holds the scores of all sets at once, other tiles those of one.
+    # Decode holds the scores of all sets at once, other tiles those of one; float32 rows come in
+    # parts, as so many rows.
     registers = -(-rows // 8) * (block_tokens // LANES) * (sets if tile_tokens == 1 else 1)
     return registers <= SCORE_REGISTERS
 

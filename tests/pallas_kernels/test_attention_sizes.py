@@ -68,6 +68,16 @@ def test_blocks_hold_no_more_than_a_window_shows():
         assert count * page_size == tokens
 
 
+def test_float32_blocks_are_shorter():
+    """Scores of 16 rows in 4 sets fill 32 registers at 512 tokens, in three parts 24 at 128."""
+    for dtype, tokens in ((jnp.bfloat16, 512), (jnp.float32, 128)):
+        pages = api.kv_page_specs(api.KVSpec(1, 8, 64, 16, dtype), 8, "tpu").data
+        count, _ = tpu_sizes.choose(
+            None, pages, rows=16, sets=4, lanes=128, tile_tokens=1, window=None, key="no such key"
+        )
+        assert count * 16 == tokens
+
+
 def test_tables_that_scalar_memory_cannot_hold_are_refused():
     big = jax.ShapeDtypeStruct((64, 8192), jnp.int32)
     few = jax.ShapeDtypeStruct((64,), jnp.int32)

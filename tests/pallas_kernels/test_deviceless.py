@@ -101,6 +101,7 @@ def test_every_shape_compiles(topology):
         pytest.param("v6e", ["--config=llama-3.1-8b-v6e"], marks=TPU),
         pytest.param("7x", ["--config=llama-3.1-8b-v6e"], marks=TPU),
         pytest.param("v6e", ["--config=smollm2-135m-cpu"], marks=TPU),
+        pytest.param("7x", ["--config=smollm2-135m-cpu"], marks=TPU),
         pytest.param("h200", ["--config=llama-3.1-8b-h200"], marks=CUDA),
     ],
 )
