@@ -43,7 +43,15 @@ def load(folder, attention: str, linear: str, stacked: bool, weights="float32", 
 
 @functools.cache
 def runner_for(
-    folder, backend, num_slots, bucket, num_pages, page_size, deterministic, host_pages=0
+    folder,
+    backend,
+    num_slots,
+    bucket,
+    num_pages,
+    page_size,
+    deterministic,
+    host_pages=0,
+    kv_dtype=None,
 ) -> Runner:
     """Compiled once for each shape; reset() between engines."""
     model = load(folder, *backend)
@@ -52,7 +60,7 @@ def runner_for(
         token_budget=bucket,
         max_model_len=MAX_LEN,
         num_pages=num_pages,
-        kv_spec=model.config.kv_spec(page_size, jnp.dtype(model.config.dtype)),
+        kv_spec=model.config.kv_spec(page_size, jnp.dtype(kv_dtype or model.config.dtype)),
         deterministic=deterministic,
         host_pages=host_pages,
     )
@@ -85,6 +93,7 @@ def make_core(
     page_size=16,
     pool_pages=None,
     host_pages=0,
+    kv_dtype=None,
     pipelined=True,
     deterministic=True,
     eos_ids=(),
@@ -94,7 +103,15 @@ def make_core(
     """num_slots, bucket and num_pages are what the programs are compiled for; slots, budget and
     pool_pages what the scheduler uses of them, so that many settings share few programs."""
     compiled = runner or runner_for(
-        folder, backend, num_slots, bucket, num_pages, page_size, deterministic, host_pages
+        folder,
+        backend,
+        num_slots,
+        bucket,
+        num_pages,
+        page_size,
+        deterministic,
+        host_pages,
+        kv_dtype,
     )
     if runner is None:
         compiled.reset()

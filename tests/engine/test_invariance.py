@@ -103,10 +103,14 @@ def test_a_long_prompt_in_one_chunk(tiny_model, sampling):
 
 @pytest.mark.skipif(not native.available(), reason=native.describe())
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantised_weights_in_native_code(tiny_model, dtype, sampling):
-    """What `auto` chooses on a CPU; one pinned shape keeps it from changing its arithmetic."""
-    core = functools.partial(make_core, tiny_model, backend=("cpu", "cpu", True, "int8", dtype))
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+)
+def test_quantised_weights_in_native_code(tiny_model, dtype, kv_dtype, sampling):
+    """What `auto` chooses on a CPU, and what is faster; one pinned shape keeps it from changing its
+    arithmetic."""
+    backend = ("cpu", "cpu", True, "int8", dtype)
+    core = functools.partial(make_core, tiny_model, backend=backend, kv_dtype=kv_dtype)
     expected = run(core(pipelined=False), [subject(sampling)])["subject", 0]
     assert len(expected.tokens) == 24
     for chunk in (8, 16):
