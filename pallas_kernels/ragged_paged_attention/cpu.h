@@ -9,7 +9,7 @@
 //
 // There are two ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and by tiles
 // (cpu_tiles.cc), on AMX's tile unit, where queries come as bfloat16 and the cache holds bfloat16 or
-// int8.
+// int8 in pages that 16 divides. Which one depends on the cache alone, never on the batch.
 
 #pragma once
 
@@ -34,6 +34,13 @@ struct Float8 {  // e4m3fn
 // Whether K and V are stored as codes with a scale per vector.
 template <typename KV>
 constexpr bool kCodes = sizeof(KV) == 1 || std::is_same_v<KV, int16_t>;
+
+// `count` tokens of row s from packed token t0, for KV head j, over segments [segment0, segment1).
+// state < 0: the tile is computed whole and goes to the output. Otherwise its one segment's state
+// goes to that place and is joined with the others later.
+struct Tile {
+  int64_t s, j, t0, count, segment0, segment1, state;
+};
 
 // What a call says, in plain numbers and pointers.
 template <typename KV>
@@ -85,17 +92,9 @@ struct Call {
     return scales + PageOf(s, j, position) + position % K;
   }
   // Element 0 of a tile's query vector m in q or the output, counted in elements.
-  template <typename Tile>
   int64_t QueryAt(const Tile& tile, int64_t m) const {
     return ((tile.t0 + m / group()) * H + tile.j * group() + m % group()) * E;
   }
-};
-
-// `count` tokens of row s from packed token t0, for KV head j, over segments [segment0, segment1).
-// state < 0: the tile is computed whole and goes to the output. Otherwise its one segment's state
-// goes to that place and is joined with the others later.
-struct Tile {
-  int64_t s, j, t0, count, segment0, segment1, state;
 };
 
 // Running maximum, sum and unnormalised value of M query vectors. Memory is there for M rounded up to
