@@ -11,7 +11,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kFewestVectors = 48, kMostVectors = 192;  // query vectors of a tile, about
 constexpr int kTilesAThread = 8;
 constexpr int64_t kTaskBytes = 64 << 10;  // copying less than this is not worth handing out
 
@@ -173,11 +172,11 @@ struct Plan {
 
 // Tiles with the most keys first, so that the threads finish together.
 template <typename KV>
-Plan MakePlan(const Call<KV>& call) {
+Plan MakePlan(const Call<KV>& call, int64_t most_vectors) {
   Plan plan;
   // Large tiles share the work on a block's keys, small ones the work among threads.
   int64_t vectors = call.cu_q_len_S1[call.num_rows] * call.H / (kTilesAThread * NumThreads());
-  vectors = std::max<int64_t>(kFewestVectors, std::min<int64_t>(vectors, kMostVectors));
+  vectors = std::max<int64_t>(kFewestVectors, std::min<int64_t>(vectors, most_vectors));
   int64_t tile_tokens = std::max<int64_t>(1, vectors / call.group());
   for (int64_t s = 0; s < call.num_rows; ++s) {
     int64_t end = call.cu_q_len_S1[s + 1], first = call.cu_q_len_S1[s];
@@ -239,8 +238,8 @@ void Attend(const Call<KV>& call) {
   size_t size = call.bfloat16 ? sizeof(BFloat16) : sizeof(float);
   std::memset(static_cast<char*>(call.out_THE) + used * size, 0, (all - used) * size);
 
-  Plan plan = MakePlan(call);
   const Way<KV> way = ChooseWay(call);
+  Plan plan = MakePlan(call, way.most_vectors);
   int64_t M = plan.max_vectors;
   size_t thread_bytes = (2 * State::Floats(M, call.depth()) + way.floats(call, M)) * sizeof(float);
   int64_t thread_floats = Align64(thread_bytes) / sizeof(float);

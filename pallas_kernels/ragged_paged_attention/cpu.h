@@ -25,6 +25,7 @@ namespace jaxserve::attention {
 constexpr int kLanes = 16;
 constexpr int kBlock = 64;       // keys of a block
 constexpr int kSegment = 512;    // keys of a segment
+constexpr int kFewestVectors = 48;  // query vectors of a tile, about
 constexpr float kNone = -1e30f;  // the maximum over no keys: below any score, and finite
 
 struct Float8 {  // e4m3fn
@@ -167,6 +168,7 @@ JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
 // A way through a tile's segments. Its working memory starts at a multiple of 64 bytes.
 template <typename KV>
 struct Way {
+  int64_t most_vectors;  // of a tile, about: as many as share a block's keys from near caches
   int64_t (*floats)(const Call<KV>& call, int64_t M);  // of working memory
   // Makes a tile's queries ready in `memory`.
   void (*start)(const Call<KV>& call, const Tile& tile, float* memory);

@@ -352,8 +352,8 @@ void Attend(const Call<KV>& call, const Tile& tile, int64_t segment, float* memo
 
 template <typename KV>
 Way<KV> ByLanes() {
-  return {[](const Call<KV>& call, int64_t M) { return Workspace::Floats(M, call.E); }, Start<KV>,
-          Attend<KV>};
+  return {kFewestVectors, [](const Call<KV>& call, int64_t M) { return Workspace::Floats(M, call.E); },
+          Start<KV>, Attend<KV>};
 }
 
 template Way<float> ByLanes();

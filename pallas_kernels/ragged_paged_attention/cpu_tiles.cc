@@ -339,7 +339,8 @@ JAXSERVE_AMX void Attend(const Call<KV>& call, const Tile& tile, int64_t segment
 
 template <typename KV>
 Way<KV> ByTiles() {
-  return {[](const Call<KV>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
+  return {4 * kFewestVectors,
+          [](const Call<KV>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
           Start<KV>, Attend<KV>};
 }
 
