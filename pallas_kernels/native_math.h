@@ -47,6 +47,30 @@ JAXSERVE_INLINE Lanes Select(const IntLanes& mask, const Lanes& yes, const Lanes
                                  (reinterpret_cast<IntLanes>(no) & ~mask));
 }
 JAXSERVE_INLINE Lanes Max(const Lanes& a, const Lanes& b) { return Select(Negative(a - b), b, a); }
+JAXSERVE_INLINE Lanes Min(const Lanes& a, const Lanes& b) { return Select(Negative(a - b), a, b); }
+
+JAXSERVE_INLINE Lanes Magnitude(const Lanes& x) {
+  return reinterpret_cast<Lanes>(reinterpret_cast<Bits>(x) & 0x7fffffff);
+}
+// To the nearest integer, of two as near to the even one, for magnitudes below 2^22.
+JAXSERVE_INLINE Lanes Round(const Lanes& x) {
+  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: floats that large are integers
+  return (x + kShift) - kShift;
+}
+
+// The lanes with the upper and lower `h` of every 2 h exchanged.
+template <int h>
+JAXSERVE_INLINE Lanes Exchange(const Lanes& v) {
+  return __builtin_shufflevector(v, v, 0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, 8 ^ h,
+                                 9 ^ h, 10 ^ h, 11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h);
+}
+
+JAXSERVE_INLINE float MaxOf(Lanes v) {
+  v = Max(v, Exchange<8>(v));
+  v = Max(v, Exchange<4>(v));
+  v = Max(v, Exchange<2>(v));
+  return Max(v, Exchange<1>(v))[0];
+}
 
 // e^x = power * (1 + rest), for x in [-87, 88]: x = n ln 2 + r with |r| <= ln(2) / 2, power = 2^n and
 // rest = e^r - 1 by its Taylor series to r^7, good to 5e-9 and exactly 0 at 0.
@@ -54,8 +78,7 @@ struct Power {
   Lanes power, rest;
 };
 JAXSERVE_INLINE Power PowerOf(const Lanes& x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  Lanes n = (x * 1.44269504f + kRound) - kRound;
+  Lanes n = Round(x * 1.44269504f);
   Lanes r = x - n * 0.693359375f;  // ln 2 in two parts, the first exact in few bits
   r = r - n * -2.12194440e-4f;
   Lanes series = Fill(1.0f / 5040);

@@ -12,7 +12,6 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kTilesAThread = 8;
-constexpr int64_t kTaskBytes = 64 << 10;  // copying less than this is not worth handing out
 
 // ---- states ------------------------------------------------------------------------------------
 
@@ -131,22 +130,6 @@ void JoinTile(const Call<KV>& call, const Tile& tile, float* scratch, float* sta
 
 // ---- a call ------------------------------------------------------------------------------------
 
-template <typename KV>
-void WriteToken(const Call<KV>& call, int64_t s, int64_t t) {
-  int64_t position = call.FirstPosition(s) + t - call.cu_q_len_S1[s];
-  for (int64_t j = 0; j < call.J; ++j) {
-    int64_t from = t * call.J + j;
-    KV* key = call.KeyAt(s, j, position);
-    for (int64_t e = 0; e < call.E; ++e) key[e * call.lanes()] = call.k_TJE[from * call.E + e];
-    std::memcpy(call.ValueAt(s, j, position), call.v_TJE + from * call.E, call.E * sizeof(KV));
-    if (call.scales != nullptr) {
-      float* scale = call.ScaleAt(s, j, position);
-      scale[0] = call.k_scale_TJ[from];
-      scale[call.K] = call.v_scale_TJ[from];
-    }
-  }
-}
-
 // Null if lengths, pages and tokens fit the arrays they point into: a wrong one would write anywhere.
 template <typename KV>
 const char* Check(const Call<KV>& call) {
@@ -218,19 +201,6 @@ Way<KV> ChooseWay(const Call<KV>& call) {
 }
 
 template <typename KV>
-void WriteTokens(const Call<KV>& call, const Team& team) {
-  int64_t used = call.cu_q_len_S1[call.num_rows];
-  int64_t token_bytes = 2 * call.J * call.E * sizeof(KV);
-  int64_t rows_a_task = used * token_bytes > kTaskBytes ? 1 : std::max<int64_t>(1, call.num_rows);
-  team.ForEach(CeilDiv(call.num_rows, rows_a_task), [&](int64_t task, int) {
-    int64_t end = std::min((task + 1) * rows_a_task, call.num_rows);
-    for (int64_t s = task * rows_a_task; s < end; ++s) {
-      for (int64_t t = call.cu_q_len_S1[s]; t < call.cu_q_len_S1[s + 1]; ++t) WriteToken(call, s, t);
-    }
-  });
-}
-
-template <typename KV>
 void Attend(const Call<KV>& call) {
   Team team;
   WriteTokens(call, team);
@@ -255,11 +225,10 @@ void Attend(const Call<KV>& call) {
 
 using IntBuffer = ffi::Buffer<ffi::S32>;
 
-// q [T, H, E], bfloat16 or float32 as the output; k, v [T, J, E] in the cache's type; k_scale, v_scale [T, J] and scales
-// [L, G, J, 2, K], empty unless that are codes; pages [L, G, J, 2, K, E]; sinks [H] or empty. The
-// second and third result are `pages` and `scales`, written in place.
+// q [T, H, E], k, v [T, J, E] and the output: all bfloat16 or all float32; pages [L, G, J, 2, K, E] and,
+// where they hold codes, scales [L, G, J, 2, K]; sinks [H] or empty. The second and third result are
+// `pages` and `scales`, written in place.
 ffi::Error RaggedAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                           ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                            ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
                            IntBuffer page_table, IntBuffer kv_len, IntBuffer cu_q_len,
                            IntBuffer num_rows, IntBuffer layer, ffi::Buffer<ffi::F32> sinks,
@@ -268,9 +237,12 @@ ffi::Error RaggedAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            int64_t window, int64_t isa) {
   auto dims = pages.dimensions();
   int64_t L = dims[0], index = layer.typed_data()[0];
-  if (out->element_type() != q.element_type() ||
-      (q.element_type() != ffi::F32 && q.element_type() != ffi::BF16)) {
+  const auto kind = q.element_type();
+  if (kind != ffi::F32 && kind != ffi::BF16) {
     return ffi::Error::InvalidArgument("attention: q is neither float32 nor bfloat16");
+  }
+  if (k.element_type() != kind || v.element_type() != kind || out->element_type() != kind) {
+    return ffi::Error::InvalidArgument("attention: q, k, v and the output differ in type");
   }
   if (index < 0 || index >= L) return ffi::Error::InvalidArgument("attention: no such layer");
   if (new_pages->untyped_data() != pages.untyped_data() ||
@@ -290,11 +262,9 @@ ffi::Error RaggedAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
     call.K = dims[4];
     call.q_THE = q.untyped_data();
     call.out_THE = out->untyped_data();
-    call.bfloat16 = q.element_type() == ffi::BF16;
-    call.k_TJE = static_cast<const KV*>(k.untyped_data());
-    call.v_TJE = static_cast<const KV*>(v.untyped_data());
-    call.k_scale_TJ = kCodes<KV> ? k_scale.typed_data() : nullptr;
-    call.v_scale_TJ = kCodes<KV> ? v_scale.typed_data() : nullptr;
+    call.bfloat16 = kind == ffi::BF16;
+    call.k_TJE = k.untyped_data();
+    call.v_TJE = v.untyped_data();
     call.pages = static_cast<KV*>(pages.untyped_data()) + pages.element_count() / L * index;
     call.scales = kCodes<KV> ? scales.typed_data() + scales.element_count() / L * index : nullptr;
     call.page_table_SP = page_table.typed_data();
@@ -330,8 +300,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_ragged_attention, jaxserve::attention::Ra
                                   .Arg<xla::ffi::AnyBuffer>()              // q
                                   .Arg<xla::ffi::AnyBuffer>()              // k
                                   .Arg<xla::ffi::AnyBuffer>()              // v
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // k_scale
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // v_scale
                                   .Arg<xla::ffi::AnyBuffer>()              // pages
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // scales
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // page_table

@@ -16,25 +16,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
-#include "../native_math.h"
+#include "cpu_stored.h"
 
 namespace jaxserve::attention {
 
-constexpr int kLanes = 16;
 constexpr int kBlock = 64;       // keys of a block
 constexpr int kSegment = 512;    // keys of a segment
 constexpr int kFewestVectors = 48;  // query vectors of a tile, about
 constexpr float kNone = -1e30f;  // the maximum over no keys: below any score, and finite
-
-struct Float8 {  // e4m3fn
-  uint8_t bits;
-};
-
-// Whether K and V are stored as codes with a scale per vector.
-template <typename KV>
-constexpr bool kCodes = sizeof(KV) == 1 || std::is_same_v<KV, int16_t>;
 
 // `count` tokens of row s from packed token t0, for KV head j, over segments [segment0, segment1).
 // state < 0: the tile is computed whole and goes to the output. Otherwise its one segment's state
@@ -47,15 +37,13 @@ struct Tile {
 template <typename KV>
 struct Call {
   int64_t T, H, J, E, S, P, K, G;
-  const void* q_THE;  // bfloat16 or float32, as the output
+  const void* q_THE;  // bfloat16 or float32, as k, v and the output
   void* out_THE;
   bool bfloat16;
-  const KV* k_TJE;
-  const KV* v_TJE;
-  const float* k_scale_TJ;  // of codes; the same for scales
-  const float* v_scale_TJ;
-  KV* pages;        // of this layer: [G, J, 2, K, E], K turned
-  float* scales;    // of this layer: [G, J, 2, K]
+  const void* k_TJE;
+  const void* v_TJE;
+  KV* pages;      // of this layer: [G, J, 2, K, E], K turned
+  float* scales;  // of this layer: [G, J, 2, K]; null unless pages hold codes
   const int32_t* page_table_SP;
   const int32_t* kv_len_S;
   const int32_t* cu_q_len_S1;
@@ -164,6 +152,10 @@ JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
   Lanes m = e.power * e.rest + (e.power - 1.0f);
   return cap * m / (m + 2.0f);
 }
+
+// Writes the step's keys and values into their pages.
+template <typename KV>
+void WriteTokens(const Call<KV>& call, const Team& team);
 
 // A way through a tile's segments. Its working memory starts at a multiple of 64 bytes.
 template <typename KV>

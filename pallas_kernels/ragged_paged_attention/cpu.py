@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import native
-from .kv import KVPages, quantise
+from .kv import KVPages
 
 
 def available() -> bool:
@@ -37,24 +37,18 @@ def ragged_paged_attention(
     assert native.available(), native.describe()
     data, scales = kv_pages.data, kv_pages.scale
     none = jnp.zeros((0,), jnp.float32)
-    if scales is None:
-        k, v, k_scale, v_scale = k_TJE.astype(data.dtype), v_TJE.astype(data.dtype), none, none
-    else:
-        (k, k_scale), (v, v_scale) = quantise(k_TJE, data.dtype), quantise(v_TJE, data.dtype)
     all_scales = none if scales is None else scales
     q = q_THE if q_THE.dtype == jnp.bfloat16 else q_THE.astype(jnp.float32)
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     call = jax.ffi.ffi_call(
         "jaxserve_ragged_attention",
         (like(q), like(data), like(all_scales)),
-        input_output_aliases={5: 1, 6: 2},
+        input_output_aliases={3: 1, 4: 2},
     )
     out_THE, data, all_scales = call(
         q,
-        k,
-        v,
-        k_scale,
-        v_scale,
+        k_TJE.astype(q.dtype),
+        v_TJE.astype(q.dtype),
         data,
         all_scales,
         batch.page_table_SP,

@@ -11,20 +11,6 @@ namespace {
 
 // ---- arithmetic on lanes -----------------------------------------------------------------------
 
-// The lanes with the upper and lower `h` of every 2 h exchanged.
-template <int h>
-JAXSERVE_INLINE Lanes Exchange(const Lanes& v) {
-  return __builtin_shufflevector(v, v, 0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, 8 ^ h,
-                                 9 ^ h, 10 ^ h, 11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h);
-}
-
-JAXSERVE_INLINE float MaxOf(Lanes v) {
-  v = Max(v, Exchange<8>(v));
-  v = Max(v, Exchange<4>(v));
-  v = Max(v, Exchange<2>(v));
-  return Max(v, Exchange<1>(v))[0];
-}
-
 JAXSERVE_INLINE float SumOf(Lanes v) {
   v += Exchange<8>(v);
   v += Exchange<4>(v);
@@ -34,55 +20,12 @@ JAXSERVE_INLINE float SumOf(Lanes v) {
 
 // ---- keys and values ---------------------------------------------------------------------------
 
-JAXSERVE_INLINE float ToFloat(Float8 x) {
-  uint32_t exponent = x.bits >> 3 & 15, mantissa = x.bits & 7;
-  float magnitude = exponent == 0 ? mantissa * 0x1p-9f
-                                  : std::ldexp(1.0f + mantissa / 8.0f, int(exponent) - 7);
-  if ((x.bits & 127) == 127) magnitude = std::nanf("");
-  return x.bits & 128 ? -magnitude : magnitude;
-}
-
-struct Float8Table {
-  float value[256];
-  Float8Table() {
-    for (int i = 0; i < 256; ++i) value[i] = ToFloat(Float8{static_cast<uint8_t>(i)});
-  }
-};
-const Float8Table kFloat8;
-
 JAXSERVE_INLINE float Widened(float x) { return x; }
 JAXSERVE_INLINE float Widened(BFloat16 x) {
   uint32_t bits = uint32_t{x.bits} << 16;
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
-}
-
-// 16 stored numbers as floats, before any scale.
-using jaxserve::Widen;
-JAXSERVE_INLINE Lanes Widen(const int16_t* at) {
-  int16_t code __attribute__((vector_size(32)));
-  std::memcpy(&code, at, sizeof(code));
-  return __builtin_convertvector(__builtin_convertvector(code, IntLanes), Lanes);
-}
-JAXSERVE_INLINE Lanes Widen(const int8_t* at) {
-  int8_t byte __attribute__((vector_size(16)));
-  std::memcpy(&byte, at, sizeof(byte));
-  return __builtin_convertvector(__builtin_convertvector(byte, IntLanes), Lanes);
-}
-JAXSERVE_INLINE Lanes Widen(const Float8* at) {
-  Lanes v;
-  for (int i = 0; i < kLanes; ++i) v[i] = kFloat8.value[at[i].bits];
-  return v;
-}
-
-// Elements [e, e + 16) of a stored vector of E, zeros past its end.
-template <typename KV>
-JAXSERVE_INLINE Lanes LoadVector(const KV* at, int64_t e, int64_t E) {
-  if (e + kLanes <= E) return Widen(at + e);
-  KV part[kLanes] = {};
-  std::memcpy(part, at + e, (E - e) * sizeof(KV));
-  return Widen(part);
 }
 
 // A thread's working memory.

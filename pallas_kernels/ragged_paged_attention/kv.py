@@ -117,8 +117,8 @@ def quantise(x, dtype):
     largest = float(jnp.finfo(jnp.float32).max)
     x = jnp.clip(x.astype(jnp.float32), -largest, largest)
     amax = jnp.max(jnp.abs(x), axis=-1)
-    scale = jnp.where(amax > 0, jnp.maximum(amax / limit, jnp.finfo(jnp.float32).tiny), 1.0)
-    codes = jnp.clip(x / scale[..., None], -limit, limit)
+    scale = jnp.where(amax > 0, jnp.maximum(amax * (1 / limit), jnp.finfo(jnp.float32).tiny), 1.0)
+    codes = jnp.clip(x * (1 / scale)[..., None], -limit, limit)  # as XLA would rewrite a division
     if jnp.issubdtype(dtype, jnp.integer):
         codes = jnp.round(codes)
     else:
