@@ -40,6 +40,7 @@ NATIVE_SOURCES = [
     "pallas_kernels/ragged_paged_attention/cpu_lanes.cc",
     "pallas_kernels/ragged_paged_attention/cpu_tiles.cc",
     "pallas_kernels/ragged_paged_attention/cpu_write.cc",
+    "pallas_kernels/rms_norm/cpu.cc",
     "pallas_kernels/rotary/cpu.cc",
 ]
 

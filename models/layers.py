@@ -18,6 +18,7 @@ from jaxserve.models.config import Backend, LayerSpec, ModelConfig
 from jaxserve.models.rope import Rope, cos_sin
 from jaxserve.models.spec import ParamSpec
 from jaxserve.pallas_kernels.linear import api as linear_op
+from jaxserve.pallas_kernels.rms_norm.api import rms_norm
 from jaxserve.pallas_kernels.rotary import api as rotary_op
 
 __all__ = ["Backend", "Layer", "decoder_forward", "decoder_logits", "decoder_specs", "run_layers"]
@@ -189,19 +190,11 @@ class Layer:
         return y_TF
 
     def norm(self, x: jax.Array, name: str) -> jax.Array:
-        return rms_norm(x, self.vector(name), self.config.norm_eps)
+        return rms_norm(x, self.params[name], self.config.norm_eps, **self._where)
 
     @property
     def cos_sin(self) -> tuple[jax.Array, jax.Array]:
         return self.tables[self.spec.rope]
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis, in float32; weight is the factor itself."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + eps)
-    return (normed * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -273,7 +266,8 @@ def decoder_forward(params, config, token_ids_T, positions_T, kv_pages, attend, 
         hidden_TD.astype(config.dtype),
         kv_pages,
     )
-    return rms_norm(hidden_TD, params["final_norm"], config.norm_eps), kv_pages
+    norm, eps = params["final_norm"], config.norm_eps
+    return rms_norm(hidden_TD, norm, eps, backend=config.backend.linear), kv_pages
 
 
 def pre_norm_forward(params, config, token_ids_T, positions_T, kv_pages, attend):

@@ -15,7 +15,7 @@ import jax
 ISAS = ("plain", "avx2", "avx512", "amx")  # each contains those before it; native.h's order
 TARGETS = (
     "jaxserve_best_token", "jaxserve_linear_floats", "jaxserve_linear_groups",
-    "jaxserve_ragged_attention", "jaxserve_rotate", "jaxserve_zeros",
+    "jaxserve_ragged_attention", "jaxserve_rms_norm", "jaxserve_rotate", "jaxserve_zeros",
 )  # fmt: skip
 
 

@@ -37,6 +37,22 @@ JAXSERVE_INLINE void Narrow(const Lanes& v, BFloat16* to) {
   std::memcpy(to, &half, sizeof(half));
 }
 
+// The first `n` of 16 numbers, the rest of the lanes zero, and back.
+template <typename Number>
+JAXSERVE_INLINE Lanes LoadSome(const Number* at, int64_t n) {
+  if (n >= 16) return Widen(at);
+  Number part[16] = {};
+  std::memcpy(part, at, n * sizeof(Number));
+  return Widen(part);
+}
+template <typename Number>
+JAXSERVE_INLINE void StoreSome(Number* at, const Lanes& v, int64_t n) {
+  if (n >= 16) return Narrow(v, at);
+  Number part[16];
+  Narrow(v, part);
+  std::memcpy(at, part, n * sizeof(Number));
+}
+
 JAXSERVE_INLINE Lanes Fill(float value) { return Lanes{} + value; }
 
 // Comparisons of vectors wider than the build's baseline compile to one branch a lane, so choices are
@@ -70,6 +86,13 @@ JAXSERVE_INLINE float MaxOf(Lanes v) {
   v = Max(v, Exchange<4>(v));
   v = Max(v, Exchange<2>(v));
   return Max(v, Exchange<1>(v))[0];
+}
+
+JAXSERVE_INLINE float SumOf(Lanes v) {
+  v += Exchange<8>(v);
+  v += Exchange<4>(v);
+  v += Exchange<2>(v);
+  return (v + Exchange<1>(v))[0];
 }
 
 // e^x = power * (1 + rest), for x in [-87, 88]: x = n ln 2 + r with |r| <= ln(2) / 2, power = 2^n and

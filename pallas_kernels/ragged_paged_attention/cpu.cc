@@ -49,12 +49,7 @@ struct OutputOp {
   template <Isa>
   static JAXSERVE_INLINE void Run(const float* value, float sum, int64_t E, Number* out) {
     Lanes over = Fill(sum > 0 ? sum : 1);
-    int64_t e = 0;
-    for (; e + kLanes <= E; e += kLanes) Narrow(LoadLanes(value + e) / over, out + e);
-    if (e == E) return;
-    Number part[kLanes];
-    Narrow(LoadLanes(value + e) / over, part);
-    std::memcpy(out + e, part, (E - e) * sizeof(Number));
+    for (int64_t e = 0; e < E; e += kLanes) StoreSome(out + e, LoadLanes(value + e) / over, E - e);
   }
 };
 

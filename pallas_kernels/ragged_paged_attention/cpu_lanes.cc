@@ -9,15 +9,6 @@
 namespace jaxserve::attention {
 namespace {
 
-// ---- arithmetic on lanes -----------------------------------------------------------------------
-
-JAXSERVE_INLINE float SumOf(Lanes v) {
-  v += Exchange<8>(v);
-  v += Exchange<4>(v);
-  v += Exchange<2>(v);
-  return (v + Exchange<1>(v))[0];
-}
-
 // ---- keys and values ---------------------------------------------------------------------------
 
 JAXSERVE_INLINE float Widened(float x) { return x; }

@@ -22,13 +22,13 @@ struct WriteOp {
     float inverse = 1;
     if constexpr (kCodes<KV>) {
       Lanes top = Fill(0);
-      for (int64_t e = 0; e < E; e += kLanes) top = Max(top, Magnitude(LoadVector(from, e, E)));
+      for (int64_t e = 0; e < E; e += kLanes) top = Max(top, Magnitude(LoadSome(from + e, E - e)));
       float amax = std::min(MaxOf(top), kLargest);
       *scale = amax > 0 ? std::max(amax * (1 / kLargestCode<KV>), std::numeric_limits<float>::min()) : 1;
       inverse = 1 / *scale;
     }
     for (int64_t e = 0; e < E; e += kLanes) {
-      Lanes x = LoadVector(from, e, E);
+      Lanes x = LoadSome(from + e, E - e);
       if constexpr (kCodes<KV>) {
         x = Max(Min(x, Fill(kLargest)), Fill(-kLargest)) * inverse;
         x = Max(Min(x, Fill(kLargestCode<KV>)), Fill(-kLargestCode<KV>));

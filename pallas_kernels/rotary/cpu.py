@@ -14,7 +14,5 @@ def rotate(q_THE, k_TJE, cos_sin_TR, *, isa: str | None = None):
     """See api.rotate; q and k in float32 or bfloat16. isa: a name of native.ISAS, for tests."""
     assert native.available(), native.describe()
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call = jax.ffi.ffi_call(
-        "jaxserve_rotate", (like(q_THE), like(k_TJE)), input_output_aliases={0: 0, 1: 1}
-    )
+    call = jax.ffi.ffi_call("jaxserve_rotate", (like(q_THE), like(k_TJE)))
     return tuple(call(q_THE, k_TJE, *cos_sin_TR, isa=np.int64(native.isa_code(isa))))
