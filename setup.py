@@ -37,6 +37,7 @@ NATIVE_SOURCES = [
     "pallas_kernels/linear/cpu_groups_amx.cc",
     "pallas_kernels/linear/cpu_groups_avx512.cc",
     "pallas_kernels/ragged_paged_attention/cpu.cc",
+    "pallas_kernels/ragged_paged_attention/cpu_codes.cc",
     "pallas_kernels/ragged_paged_attention/cpu_lanes.cc",
     "pallas_kernels/ragged_paged_attention/cpu_tiles.cc",
     "pallas_kernels/ragged_paged_attention/cpu_write.cc",

@@ -33,7 +33,8 @@ int CountProcessors() {
 bool HasAmx() {
 #if defined(JAXSERVE_X86) && defined(__linux__)
   if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8") ||
-      !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("avx512bf16")) {
+      !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("avx512bf16") ||
+      !__builtin_cpu_supports("avx512vbmi")) {
     return false;
   }
   // Linux saves the tile registers only of processes that asked.

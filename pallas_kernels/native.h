@@ -14,7 +14,7 @@
   __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define JAXSERVE_AMX                                                                    \
   __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni," \
-                        "avx512bf16,amx-tile,amx-int8,amx-bf16")))
+                        "avx512vbmi,avx512bf16,amx-tile,amx-int8,amx-bf16")))
 #endif
 
 #define JAXSERVE_INLINE inline __attribute__((always_inline))

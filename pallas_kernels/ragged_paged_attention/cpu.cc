@@ -89,8 +89,8 @@ void WriteOutput(const Call<KV>& call, const Tile& tile, const State& total) {
 }
 
 template <typename KV>
-void AttendTile(const Call<KV>& call, const Way<KV>& way, const Tile& tile, float* scratch,
-                float* states) {
+void AttendTile(const Call<KV>& call, const Way<KV>& way, const Tile& tile, const Tile& after,
+                float* scratch, float* states) {
   int64_t depth = call.depth(), M = tile.count * call.group();
   State total = State::At(scratch, M, depth);
   State state = State::At(scratch + State::Floats(M, depth), M, depth);
@@ -99,12 +99,12 @@ void AttendTile(const Call<KV>& call, const Way<KV>& way, const Tile& tile, floa
   if (tile.state >= 0) {
     state = State::At(states + tile.state, M, depth);
     Clear(state, M, depth);
-    return way.attend(call, tile, tile.segment0, memory, state);
+    return way.attend(call, tile, tile.segment0, after, memory, state);
   }
   StartTotal(call, tile, total);
   for (int64_t segment = tile.segment0; segment < tile.segment1; ++segment) {
     Clear(state, M, depth);
-    way.attend(call, tile, segment, memory, state);
+    way.attend(call, tile, segment, after, memory, state);
     Entry<JoinOp>(call.isa)(total, state, M, depth);
   }
   WriteOutput(call, tile, total);
@@ -185,12 +185,15 @@ Plan MakePlan(const Call<KV>& call, int64_t most_vectors) {
   return plan;
 }
 
-// Tiles where they can be had: a query's way must not depend on its mates.
+// The tile unit where it can be had: a query's way must not depend on its mates.
 template <typename KV>
 Way<KV> ChooseWay(const Call<KV>& call) {
-  if constexpr (std::is_same_v<KV, BFloat16> || std::is_same_v<KV, int8_t>) {
-    const bool sides = call.lanes() == kLanes && call.E % 2 == 0;  // keys side by side, elements in pairs
-    if (sides && call.bfloat16 && call.isa == Isa::kAmx) return ByTiles<KV>();
+  const bool tiles = call.bfloat16 && call.isa == Isa::kAmx && call.lanes() == kLanes;
+  if constexpr (std::is_same_v<KV, BFloat16>) {
+    if (tiles && call.E % 2 == 0) return ByTiles();
+  }
+  if constexpr (std::is_same_v<KV, int8_t>) {
+    if (tiles) return ByCodes();
   }
   return ByLanes<KV>();
 }
@@ -211,7 +214,8 @@ void Attend(const Call<KV>& call) {
   float* scratch = team.Scratch<float>(thread_floats * NumThreads() + plan.state_floats);
   float* states = scratch + thread_floats * NumThreads();
   team.ForEach(plan.tiles.size(), [&](int64_t task, int thread) {
-    AttendTile(call, way, plan.tiles[task], scratch + thread * thread_floats, states);
+    const int64_t after = std::min<int64_t>(task + NumThreads(), plan.tiles.size() - 1);
+    AttendTile(call, way, plan.tiles[task], plan.tiles[after], scratch + thread * thread_floats, states);
   });
   team.ForEach(plan.split.size(), [&](int64_t task, int thread) {
     JoinTile(call, plan.split[task], scratch + thread * thread_floats, states);

@@ -7,9 +7,10 @@
 // the same operations in the same order whatever tile it is in: a key that a query does not see leaves
 // its state as it was, to the bit.
 //
-// There are two ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and by tiles
-// (cpu_tiles.cc), on AMX's tile unit, where queries come as bfloat16 and the cache holds bfloat16 or
-// int8 in pages that 16 divides. Which one depends on the cache alone, never on the batch.
+// There are three ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and where queries
+// come as bfloat16, in pages that 16 divides, on AMX's tile unit, over a cache of bfloat16 by its products of
+// bfloat16 (cpu_tiles.cc), over one of int8 by those of bytes (cpu_codes.cc). Which one depends on the
+// cache alone, never on the batch.
 
 #pragma once
 
@@ -164,14 +165,15 @@ struct Way {
   int64_t (*floats)(const Call<KV>& call, int64_t M);  // of working memory
   // Makes a tile's queries ready in `memory`.
   void (*start)(const Call<KV>& call, const Tile& tile, float* memory);
-  // The state of a started tile's queries over the keys of one segment.
-  void (*attend)(const Call<KV>& call, const Tile& tile, int64_t segment, float* memory,
-                 const State& state);
+  // The state of a started tile's queries over the keys of one segment. `after`: the tile that this thread
+  // is likely to get next.
+  void (*attend)(const Call<KV>& call, const Tile& tile, int64_t segment, const Tile& after,
+                 float* memory, const State& state);
 };
 
 template <typename KV>
 Way<KV> ByLanes();
-template <typename KV>  // BFloat16 or int8_t
-Way<KV> ByTiles();
+Way<BFloat16> ByTiles();
+Way<int8_t> ByCodes();
 
 }  // namespace jaxserve::attention

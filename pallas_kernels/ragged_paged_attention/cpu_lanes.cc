@@ -259,7 +259,7 @@ void Start(const Call<KV>& call, const Tile& tile, float* memory) {
 }
 
 template <typename KV>
-void Attend(const Call<KV>& call, const Tile& tile, int64_t segment, float* memory,
+void Attend(const Call<KV>& call, const Tile& tile, int64_t segment, const Tile& after, float* memory,
             const State& state) {
   int64_t depth = call.depth(), M = tile.count * call.group();
   Workspace work(memory, M, call.E);

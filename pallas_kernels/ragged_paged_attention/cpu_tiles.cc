@@ -1,14 +1,12 @@
-// Ragged paged attention by tiles: products on AMX's tile unit, which multiplies bfloat16 and adds up
-// in float32; see cpu.h.
+// Ragged paged attention over bfloat16 by tiles: products on AMX's tile unit, which multiplies bfloat16
+// and adds up in float32; see cpu.h.
 //
-// Queries are bfloat16, and so are keys and values, or codes of one byte, which bfloat16 holds exactly.
 // A block's K and V are copied as the tile unit wants them: K as pairs of elements of 16 keys, V as pairs
 // of keys of 16 elements. Weights are rounded to bfloat16, as on other accelerators. The tile unit's time
 // does not depend on the rows of a tile, and its sums not on what is in the other rows: one token takes
 // the same way as many.
 
-#include "../native_tiles.h"
-#include "cpu.h"
+#include "cpu_tiles.h"
 
 namespace jaxserve::attention {
 
@@ -16,10 +14,7 @@ namespace jaxserve::attention {
 
 namespace {
 
-constexpr int kRows = 16;               // query vectors of a tile, at most
-constexpr int kKeyGroups = kBlock / kLanes;
-constexpr int kFirstRight = 5;          // tiles 0 to 3 hold sums, 4 the left operand, 5 to 7 the right one
-constexpr float kLog2E = 1.44269504f;
+constexpr int kRows = 16;  // query vectors of a tile, at most
 
 // What of a call the arithmetic needs.
 struct Form {
@@ -40,10 +35,8 @@ struct Workspace {
   int8_t* values;     // [kBlock / 32][depth / 16] tiles of [16 pairs of keys][16 elements][2]
   float* scores;      // [kRows][kBlock]
   BFloat16* weights;  // [kRows][kBlock]
-  float* k_scale;     // [kBlock], of codes; v_scale the same
-  float* v_scale;
   float* sums;        // [padded][kLanes]: a vector's sum, in as many parts
-  int8_t* zeros;      // a value of nothing
+  BFloat16* zeros;    // a value of nothing
 
   int64_t floats;  // of all
 
@@ -58,16 +51,13 @@ struct Workspace {
     take(values, kBlock * form.depth() * 2);
     take(scores, kRows * kBlock * 4);
     take(weights, kRows * kBlock * 2);
-    take(k_scale, kBlock * 4);
-    take(v_scale, kBlock * 4);
     take(sums, form.padded() * kLanes * 4);
     take(zeros, form.depth() * 2);
     floats = at - memory;
   }
 };
 
-template <typename KV>
-Form FormOf(const Call<KV>& call, int64_t M) {
+Form FormOf(const Call<BFloat16>& call, int64_t M) {
   return {M, call.E, call.scale, call.soft_cap};
 }
 
@@ -82,48 +72,14 @@ JAXSERVE_AMX inline __m512i Pairs(const BFloat16* first, const BFloat16* second)
   return _mm512_permutexvar_epi16(order, both);
 }
 
-// Codes have eight bits, so their bfloat16 is the upper half of their float.
-JAXSERVE_AMX inline __m512i Pairs(const int8_t* first, const int8_t* second) {
-  constexpr int kAOrBAndC = 0xf8;
-  const __m512i top = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  auto floats = [](const int8_t* at) JAXSERVE_AMX __attribute__((always_inline)) {
-    __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
-  };
-  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(floats(first), 16), floats(second), top, kAOrBAndC);
-}
-
-// Where a block's keys and values lie: K [E][16] and V [16][E] of each group of 16.
-template <typename KV>
-struct Groups {
-  const KV *key[kKeyGroups], *value[kKeyGroups];
-  const float* scale[kKeyGroups];  // of codes
-
-  // For groups with nothing in sight, the first one that has.
-  Groups(const Call<KV>& call, const Tile& tile, const Sight& sight) {
-    for (int64_t g = 0; g < kKeyGroups; ++g) {
-      const bool seen = g * kLanes < sight.to && (g + 1) * kLanes > sight.from;
-      const int64_t position = sight.base + (seen ? g * kLanes : sight.from / kLanes * kLanes);
-      key[g] = call.KeyAt(tile.s, tile.j, position);
-      value[g] = call.ValueAt(tile.s, tile.j, position);
-      if constexpr (kCodes<KV>) scale[g] = call.ScaleAt(tile.s, tile.j, position);
-    }
-  }
-};
-
-template <typename T>
-JAXSERVE_AMX inline void Prefetch(const T* at) {
-  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-}
-
 // Keys as pairs of elements. Groups go side by side, as the processor runs ahead in each of them, and the
 // next block's are asked for meanwhile.
-template <typename KV>
-JAXSERVE_AMX void CopyKeys(const Groups<KV>& from, const Groups<KV>& next, const Form& form, int8_t* to) {
+JAXSERVE_AMX void CopyKeys(const Groups<BFloat16>& from, const Groups<BFloat16>& next, const Form& form,
+                           int8_t* to) {
   for (int64_t e = 0; e < form.E; e += 2, to += 64) {
 #pragma GCC unroll 4
     for (int64_t g = 0; g < kKeyGroups; ++g) {
-      const KV* at = from.key[g] + e * kLanes;
+      const BFloat16* at = from.key[g] + e * kLanes;
       _mm512_store_si512(to + g * kLanes * form.deep() * 2, Pairs(at, at + kLanes));
       if (form.tiles() == 1) Prefetch(next.key[g] + e * kLanes);
     }
@@ -131,25 +87,24 @@ JAXSERVE_AMX void CopyKeys(const Groups<KV>& from, const Groups<KV>& next, const
 }
 
 // Values as pairs of keys. A key out of sight gets zeros: its slot may hold no numbers.
-template <typename KV>
-JAXSERVE_AMX void CopyValues(const Groups<KV>& from, const Groups<KV>& next, const Sight& sight,
-                             const Form& form, const KV* zeros, int8_t* values) {
+JAXSERVE_AMX void CopyValues(const Groups<BFloat16>& from, const Groups<BFloat16>& next,
+                             const Sight& sight, const Form& form, const BFloat16* zeros, int8_t* values) {
   const int64_t whole = form.E / kLanes * kLanes, rest = form.E - whole;
   for (int64_t pair = 0; pair < kBlock / 2; ++pair) {
     const int64_t key = 2 * pair, g = key / kLanes, at = key % kLanes * form.E;
     auto row = [&](int64_t i) {
       return key + i >= sight.from && key + i < sight.to ? from.value[g] + at + i * form.E : zeros;
     };
-    const KV *first = row(0), *second = row(1);
+    const BFloat16 *first = row(0), *second = row(1);
     int8_t* to = values + pair / kRows * (form.depth() / kLanes) * kTileBytes + pair % kRows * 64;
     for (int64_t e = 0; e < whole; e += kLanes, to += kTileBytes) {
       _mm512_store_si512(to, Pairs(first + e, second + e));
       if (form.tiles() == 1) Prefetch(next.value[g] + at + 2 * e);
     }
     if (rest == 0) continue;
-    KV part[2][kLanes] = {};
-    std::memcpy(part[0], first + whole, rest * sizeof(KV));
-    std::memcpy(part[1], second + whole, rest * sizeof(KV));
+    BFloat16 part[2][kLanes] = {};
+    std::memcpy(part[0], first + whole, rest * sizeof(BFloat16));
+    std::memcpy(part[1], second + whole, rest * sizeof(BFloat16));
     _mm512_store_si512(to, Pairs(part[0], part[1]));
   }
 }
@@ -180,17 +135,10 @@ JAXSERVE_AMX inline void Score(const Form& form, const BFloat16* q, const Worksp
   _tile_stored(3, work.scores + 3 * kLanes, kBlock * 4);
 }
 
-// The keys of a block that a tile's token sees, a bit each.
-inline uint64_t Seen(const Sight& sight, int64_t token) {
-  const int64_t high = sight.high(token), low = sight.low(token);
-  if (high <= low) return 0;
-  return (~uint64_t{0} >> (kBlock - high)) & (~uint64_t{0} << low);
-}
-
 // The scores of `rows` vectors from m0 on -> weights, and their state made ready to add the values.
 // state.max counts in scores before the scale, and in powers of two.
-JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& sight, bool codes,
-                        int64_t m0, int64_t rows, const State& state) {
+JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& sight, int64_t m0,
+                        int64_t rows, const State& state) {
   alignas(64) float old[kRows], top[kRows], keep[kRows];
   const __m512 none = _mm512_set1_ps(kNone);
   const float unit = form.soft_cap > 0 ? kLog2E : form.scale * kLog2E;
@@ -203,12 +151,11 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
 #pragma GCC unroll 4
     for (int v = 0; v < kKeyGroups; ++v) {
       __m512 score = _mm512_load_ps(scores + v * kLanes);
-      if (codes) score = _mm512_mul_ps(score, _mm512_load_ps(work.k_scale + v * kLanes));
       if (form.soft_cap > 0) {
         Lanes scaled = reinterpret_cast<Lanes>(score) * form.scale;
         score = reinterpret_cast<__m512>(SoftCap(scaled, form.soft_cap));
+        _mm512_store_ps(scores + v * kLanes, score);
       }
-      if (codes || form.soft_cap > 0) _mm512_store_ps(scores + v * kLanes, score);
       best = _mm512_mask_max_ps(best, static_cast<__mmask16>(seen[r] >> v * kLanes), best, score);
     }
     old[r] = state.max[m0 + r];
@@ -227,7 +174,6 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
       const auto some = static_cast<__mmask16>(seen[r] >> v * kLanes);
       weight[v] = Exp2(_mm512_mul_ps(score, _mm512_set1_ps(unit)), some);
       total = _mm512_add_ps(total, weight[v]);
-      if (codes) weight[v] = _mm512_maskz_mul_ps(some, weight[v], _mm512_load_ps(work.v_scale + v * kLanes));
     }
     BFloat16* to = work.weights + r * kBlock;
     _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(weight[1], weight[0]));
@@ -272,17 +218,17 @@ JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, floa
 
 // ---- a tile of the plan -------------------------------------------------------------------------
 
-template <typename KV>
-JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Groups<KV>& groups,
-                              const Groups<KV>& next, const Sight& sight, const State& state) {
+JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sight& sight,
+                              const Groups<BFloat16>& groups, const Groups<BFloat16>& next,
+                              const State& state) {
   const int64_t rows = form.rows(), vectors = form.depth() / kLanes;
   CopyKeys(groups, next, form, work.keys);
   for (int64_t m0 = 0; m0 < form.M; m0 += rows) {
     Score(form, work.q + m0 * form.deep(), work);
     if (m0 == 0) {  // while the tile unit is at it
-      CopyValues(groups, next, sight, form, reinterpret_cast<const KV*>(work.zeros), work.values);
+      CopyValues(groups, next, sight, form, work.zeros, work.values);
     }
-    Weigh(form, work, sight, kCodes<KV>, m0, std::min(rows, form.M - m0), state);
+    Weigh(form, work, sight, m0, std::min(rows, form.M - m0), state);
     float* value = state.value + m0 * form.depth();
     int64_t v = 0;
     for (; v + 4 <= vectors; v += 4) AddValues<4>(form, work, value, v);
@@ -292,14 +238,13 @@ JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Gro
   }
 }
 
-template <typename KV>
-void Start(const Call<KV>& call, const Tile& tile, float* memory) {
+void Start(const Call<BFloat16>& call, const Tile& tile, float* memory) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
   std::memset(work.q, 0, form.padded() * form.deep() * sizeof(BFloat16));
   std::memset(work.keys, 0, kBlock * form.deep() * sizeof(BFloat16));  // elements past E stay zero
   std::memset(work.weights, 0, kRows * kBlock * sizeof(BFloat16));
-  std::memset(work.zeros, 0, form.depth() * sizeof(KV));
+  std::memset(work.zeros, 0, form.depth() * sizeof(BFloat16));
   for (int64_t m = 0; m < form.M; ++m) {
     std::memcpy(work.q + m * form.deep(),
                 static_cast<const BFloat16*>(call.q_THE) + call.QueryAt(tile, m),
@@ -307,27 +252,15 @@ void Start(const Call<KV>& call, const Tile& tile, float* memory) {
   }
 }
 
-template <typename KV>
-JAXSERVE_AMX void Attend(const Call<KV>& call, const Tile& tile, int64_t segment, float* memory,
-                         const State& state) {
+JAXSERVE_AMX void Attend(const Call<BFloat16>& call, const Tile& tile, int64_t segment, const Tile& after,
+                         float* memory, const State& state) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
   std::memset(work.sums, 0, form.padded() * kLanes * sizeof(float));
   ConfigureTiles(form.rows(), kFirstRight, 8);
-  for (int64_t base = segment * kSegment; base < (segment + 1) * kSegment; base += kBlock) {
-    const Sight sight(call, tile, base), ahead(call, tile, base + kBlock);
-    if (sight.from >= sight.to) continue;
-    const Groups<KV> groups(call, tile, sight);
-    const Groups<KV> next = ahead.from < ahead.to ? Groups<KV>(call, tile, ahead) : groups;
-    if constexpr (kCodes<KV>) {
-      CopyScales(call, tile, sight, work.k_scale, work.v_scale);
-      for (const float* scale : next.scale) {
-        Prefetch(scale);
-        Prefetch(scale + call.K);
-      }
-    }
-    AttendBlock(form, work, groups, next, sight, state);
-  }
+  ForEachBlock(call, tile, segment, after,
+               [&](const Sight& sight, const Groups<BFloat16>& groups, const Groups<BFloat16>& next)
+                   JAXSERVE_AMX { AttendBlock(form, work, sight, groups, next, state); });
   _tile_release();
   for (int64_t m = 0; m < form.M; ++m) {
     state.sum[m] = _mm512_reduce_add_ps(_mm512_load_ps(work.sums + m * kLanes));
@@ -337,23 +270,16 @@ JAXSERVE_AMX void Attend(const Call<KV>& call, const Tile& tile, int64_t segment
 
 }  // namespace
 
-template <typename KV>
-Way<KV> ByTiles() {
+Way<BFloat16> ByTiles() {
   return {4 * kFewestVectors,
-          [](const Call<KV>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
-          Start<KV>, Attend<KV>};
+          [](const Call<BFloat16>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
+          Start, Attend};
 }
 
 #else
 
-template <typename KV>
-Way<KV> ByTiles() {
-  return ByLanes<KV>();
-}
+Way<BFloat16> ByTiles() { return ByLanes<BFloat16>(); }
 
 #endif  // JAXSERVE_X86
-
-template Way<BFloat16> ByTiles();
-template Way<int8_t> ByTiles();
 
 }  // namespace jaxserve::attention

@@ -1,0 +1,386 @@
+// Ragged paged attention over int8 codes by tiles: products of bytes on AMX's tile unit, added up exactly
+// in int32; see cpu.h.
+//
+// What meets the codes is cut into two digits of a byte: a query's elements, of 16 bits of its largest one,
+// and a block's weights, times the scales of its values, of 16 bits of the largest of them. A tile holds
+// the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and
+// codes go to the tile unit as they are, but for their order: K by four elements of 16 keys, V by four keys
+// of 16 elements. A vector goes through the same operations whatever tile it is in.
+
+#include "cpu_tiles.h"
+
+namespace jaxserve::attention {
+
+#if JAXSERVE_X86
+
+namespace {
+
+constexpr int kVectors = 8;     // query vectors of a tile, at most: two rows each
+constexpr int kQuad = 4;        // bytes that the tile unit adds up at once
+constexpr int kDeep = 64;       // elements of a query in a tile
+constexpr int kWide = 64;       // elements of a value whose sums are in tiles at a time
+constexpr float kSteps = 65535;  // of the largest weight
+constexpr float kQuerySteps = 32639;  // of the largest element: two signed digits, the high one up to 127
+
+// What of a call the arithmetic needs.
+struct Form {
+  int64_t M, E;
+  float scale, soft_cap;
+
+  int64_t depth() const { return CeilDiv(E, kLanes) * kLanes; }
+  int64_t steps() const { return CeilDiv(E, kDeep); }
+  int64_t tiles() const { return CeilDiv(M, kVectors); }
+  int64_t vectors() const { return CeilDiv(M, tiles()); }  // of a tile, about the same in each
+  int64_t padded() const { return tiles() * vectors(); }
+};
+
+// A thread's working memory.
+struct Workspace {
+  int8_t* q;         // [tiles][steps][2 vectors][kDeep]
+  float* q_step;     // [padded]: what one step of a query's digits is worth
+  int8_t* keys;      // [kKeyGroups][steps] tiles of [16 quads of elements][16 keys][4]
+  int8_t* values;    // [depth / 16] tiles of [16 quads of keys][16 elements][4]
+  int32_t* sums;     // [2 vectors][kBlock or kWide]: what the tile unit made
+  float* scores;     // [vectors][kBlock]
+  uint8_t* weights;  // [2 vectors][kBlock]
+  float* k_scale;    // [kBlock]; v_scale the same
+  float* v_scale;
+  float* total;      // [padded][kLanes]: a vector's sum of weights, in as many parts
+
+  int64_t floats;  // of all
+
+  Workspace(float* memory, const Form& form) {
+    float* at = memory;
+    auto take = [&](auto*& part, int64_t bytes) {
+      part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
+      at += Align64(bytes) / sizeof(float);
+    };
+    take(q, form.padded() * 2 * form.steps() * kDeep);
+    take(q_step, form.padded() * 4);
+    take(keys, kKeyGroups * form.steps() * kTileBytes);
+    take(values, form.depth() / kLanes * kTileBytes);
+    take(sums, 2 * kVectors * kBlock * 4);
+    take(scores, kVectors * kBlock * 4);
+    take(weights, 2 * kVectors * kBlock);
+    take(k_scale, kBlock * 4);
+    take(v_scale, kBlock * 4);
+    take(total, form.padded() * kLanes * 4);
+    floats = at - memory;
+  }
+};
+
+Form FormOf(const Call<int8_t>& call, int64_t M) { return {M, call.E, call.scale, call.soft_cap}; }
+
+// 256 high + low, as floats.
+JAXSERVE_AMX inline __m512 Joined(const int32_t* high, const int32_t* low) {
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high), 8),
+                                             _mm512_load_si512(low)));
+}
+
+// ---- queries as digits ---------------------------------------------------------------------------
+
+// -> what one step is worth; NaN, and no digits, for a query that is not finite.
+JAXSERVE_AMX float Digits(const BFloat16* from, int64_t E, int64_t steps, int64_t next_step, int8_t* high,
+                          int8_t* low) {
+  Lanes top = Fill(0);
+  bool finite = true;
+  for (int64_t e = 0; e < E; e += kLanes) {
+    const Lanes size = Magnitude(LoadSome(from + e, E - e));
+    const auto bits = reinterpret_cast<__m512i>(size);
+    finite &= _mm512_cmpge_epi32_mask(bits, _mm512_set1_epi32(0x7f800000)) == 0;
+    top = Max(top, size);
+  }
+  if (!finite) return __builtin_nanf("");
+  const float largest = std::max(MaxOf(top), 1e-30f);
+  const __m512 inverse = _mm512_set1_ps(kQuerySteps / largest);
+  for (int64_t step = 0; step < steps; ++step, high += next_step, low += next_step) {
+    for (int64_t i = 0; i < kDeep && step * kDeep + i < E; i += kLanes) {
+      const int64_t e = step * kDeep + i;
+      const auto x = reinterpret_cast<__m512>(LoadSome(from + e, E - e));
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+      const __m512i lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 8));
+      _mm_store_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(upper));
+      _mm_store_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
+    }
+  }
+  return largest / kQuerySteps;
+}
+
+JAXSERVE_AMX void Start(const Call<int8_t>& call, const Tile& tile, float* memory) {
+  const Form form = FormOf(call, tile.count * call.group());
+  const Workspace work(memory, form);
+  const int64_t vectors = form.vectors(), step_bytes = 2 * vectors * kDeep;
+  std::memset(work.q, 0, form.padded() * 2 * form.steps() * kDeep);
+  for (int64_t m = 0; m < form.M; ++m) {
+    int8_t* high = work.q + m / vectors * form.steps() * step_bytes + m % vectors * kDeep;
+    const auto* from = static_cast<const BFloat16*>(call.q_THE) + call.QueryAt(tile, m);
+    work.q_step[m] = Digits(from, form.E, form.steps(), step_bytes, high, high + vectors * kDeep);
+  }
+}
+
+// ---- keys and values by fours --------------------------------------------------------------------
+
+// 64 bytes as 16 fours: byte i of each from the i-th quarter of `from`.
+JAXSERVE_AMX inline __m512i ByFours(__m512i from) {
+  const __m512i order = _mm512_set_epi8(
+      63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26, 10, 57, 41,
+      25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20, 4, 51, 35, 19, 3, 50, 34,
+      18, 2, 49, 33, 17, 1, 48, 32, 16, 0);
+  return _mm512_permutexvar_epi8(order, from);
+}
+
+// Elements past E are whatever lies there: a query's digits are zero for them.
+JAXSERVE_AMX void CopyKeys(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
+                           int8_t* to) {
+  for (int64_t e = 0; e < form.E; e += kQuad, to += 64) {
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < kKeyGroups; ++g) {
+      const __m512i elements = _mm512_loadu_si512(from.key[g] + e * kLanes);
+      _mm512_store_si512(to + g * form.steps() * kTileBytes, ByFours(elements));
+      if (form.tiles() == 1) Prefetch(next.key[g] + e * kLanes);
+    }
+  }
+}
+
+// Keys come in the order in which Weigh packs their weights. One out of sight has weight zero.
+JAXSERVE_AMX void CopyValues(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
+                             int8_t* values) {
+  const int64_t whole = form.E / kLanes * kLanes, rest = form.E - whole;
+  auto four = [](const int8_t* at, int64_t stride) JAXSERVE_AMX __attribute__((always_inline)) {
+    auto load = [](const int8_t* row) JAXSERVE_AMX __attribute__((always_inline)) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
+    };
+    __m512i rows = _mm512_castsi128_si512(load(at));
+    rows = _mm512_inserti32x4(rows, load(at + stride), 1);
+    rows = _mm512_inserti32x4(rows, load(at + 2 * stride), 2);
+    return ByFours(_mm512_inserti32x4(rows, load(at + 3 * stride), 3));
+  };
+  for (int64_t quad = 0; quad < kLanes / kQuad; ++quad) {
+    for (int64_t g = 0; g < kKeyGroups; ++g) {
+      const int64_t at = quad * kQuad * form.E;
+      int8_t* to = values + (quad * kKeyGroups + g) * 64;
+      for (int64_t e = 0; e < whole; e += kLanes, to += kTileBytes) {
+        _mm512_store_si512(to, four(from.value[g] + at + e, form.E));
+        if (form.tiles() == 1) Prefetch(next.value[g] + at + e * kQuad);
+      }
+      if (rest == 0) continue;
+      int8_t part[kQuad * kLanes] = {};
+      for (int64_t i = 0; i < kQuad; ++i) {
+        std::memcpy(part + i * kLanes, from.value[g] + at + i * form.E + whole, rest);
+      }
+      _mm512_store_si512(to, four(part, kLanes));
+    }
+  }
+}
+
+// ---- a block, for one tile of queries -----------------------------------------------------------
+
+JAXSERVE_AMX inline void StoreSums(int32_t* sums) {
+  _tile_stored(0, sums, kBlock * 4);
+  _tile_stored(1, sums + kLanes, kBlock * 4);
+  _tile_stored(2, sums + 2 * kLanes, kBlock * 4);
+  _tile_stored(3, sums + 3 * kLanes, kBlock * 4);
+}
+
+JAXSERVE_AMX inline void ZeroSums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+JAXSERVE_AMX inline void Score(const Form& form, const Workspace& work, int64_t m0) {
+  const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
+  const int8_t* q = work.q + m0 * 2 * steps * kDeep;
+  ZeroSums();
+  for (int64_t i = 0; i < steps; ++i) {
+    _tile_loadd(4, q + i * step_bytes, kDeep);
+    const int8_t* keys = work.keys + i * kTileBytes;
+    _tile_loadd(5, keys, 64);
+    _tile_dpbssd(0, 4, 5);
+    _tile_loadd(6, keys + steps * kTileBytes, 64);
+    _tile_dpbssd(1, 4, 6);
+    _tile_loadd(7, keys + 2 * steps * kTileBytes, 64);
+    _tile_dpbssd(2, 4, 7);
+    _tile_loadd(5, keys + 3 * steps * kTileBytes, 64);
+    _tile_dpbssd(3, 4, 5);
+  }
+  StoreSums(work.sums);
+}
+
+// For each vector of a tile: what its values are multiplied with, and what a step of its weights is worth.
+struct Steps {
+  alignas(64) float keep[kLanes], weight[kLanes];
+};
+
+// The largest scale among the values that a bit of `seen` stands for.
+JAXSERVE_AMX inline float LargestScale(const float* v_scale, uint64_t seen) {
+  __m512 most = _mm512_setzero_ps();
+#pragma GCC unroll 4
+  for (int v = 0; v < kKeyGroups; ++v) {
+    const auto some = static_cast<__mmask16>(seen >> v * kLanes);
+    most = _mm512_mask_max_ps(most, some, most, _mm512_load_ps(v_scale + v * kLanes));
+  }
+  return _mm512_reduce_max_ps(most);
+}
+
+// The scores of `rows` vectors from m0 on -> digits of their weights, and their state's maximum and sum.
+// state.max counts in scores before the scale and, without a soft cap, in a query's steps.
+JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& sight, int64_t m0,
+                        int64_t rows, const State& state, Steps* steps) {
+  alignas(64) float old[kLanes] = {}, best[kLanes] = {}, top[kLanes] = {}, unit[kLanes] = {};
+  alignas(64) float v_scale[kLanes] = {}, inverse[kLanes];
+  uint64_t seen[kVectors];
+  for (int64_t r = 0, token = m0 / sight.group, head = m0 % sight.group; r < rows; ++r) {
+    const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
+    const bool same = r > 0 && head > 0;  // token as before
+    seen[r] = same ? seen[r - 1] : Seen(sight, token);
+    v_scale[r] = same ? v_scale[r - 1] : LargestScale(work.v_scale, seen[r]);
+    if (++head == sight.group) head = 0, ++token;
+    unit[r] = form.soft_cap > 0 ? kLog2E : form.scale * kLog2E * work.q_step[m0 + r];
+    __m512 most = _mm512_set1_ps(kNone);
+#pragma GCC unroll 4
+    for (int v = 0; v < kKeyGroups; ++v) {
+      __m512 score = Joined(high + v * kLanes, low + v * kLanes);
+      score = _mm512_mul_ps(score, _mm512_load_ps(work.k_scale + v * kLanes));
+      if (form.soft_cap > 0) {
+        Lanes scaled = reinterpret_cast<Lanes>(score) * (form.scale * work.q_step[m0 + r]);
+        score = reinterpret_cast<__m512>(SoftCap(scaled, form.soft_cap));
+      }
+      _mm512_store_ps(work.scores + r * kBlock + v * kLanes, score);
+      most = _mm512_mask_max_ps(most, static_cast<__mmask16>(seen[r] >> v * kLanes), most, score);
+    }
+    old[r] = state.max[m0 + r];
+    best[r] = _mm512_reduce_max_ps(most);
+    top[r] = std::max(old[r], best[r]);
+    state.max[m0 + r] = top[r];
+  }
+  const __m512 tops = _mm512_load_ps(top), units = _mm512_load_ps(unit);
+  auto weight_of = [&](const float* score) JAXSERVE_AMX __attribute__((always_inline)) {
+    return Exp2(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(score), tops), units), 0xffff);
+  };
+  _mm512_store_ps(steps->keep, weight_of(old));
+  // No weight times its scale is above the largest weight times the largest scale.
+  const __m512 bound = _mm512_max_ps(_mm512_mul_ps(weight_of(best), _mm512_load_ps(v_scale)),
+                                     _mm512_set1_ps(1e-30f));
+  _mm512_store_ps(steps->weight, _mm512_mul_ps(bound, _mm512_set1_ps(1 / kSteps)));
+  _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(kSteps), bound));
+  for (int64_t r = 0; r < rows; ++r) {
+    const __m512 from = _mm512_set1_ps(top[r]), factor = _mm512_set1_ps(unit[r]);
+    const __m512 digits = _mm512_set1_ps(inverse[r]);
+    __m512i whole[kKeyGroups];
+    __m512 total = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int v = 0; v < kKeyGroups; ++v) {
+      __m512 score = _mm512_sub_ps(_mm512_load_ps(work.scores + r * kBlock + v * kLanes), from);
+      const auto some = static_cast<__mmask16>(seen[r] >> v * kLanes);
+      const __m512 weight = Exp2(_mm512_mul_ps(score, factor), some);
+      total = _mm512_add_ps(total, weight);
+      const __m512 scaled = _mm512_maskz_mul_ps(some, weight, _mm512_load_ps(work.v_scale + v * kLanes));
+      whole[v] = _mm512_cvtps_epi32(_mm512_mul_ps(scaled, digits));
+    }
+    float* sum = work.total + (m0 + r) * kLanes;
+    _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), _mm512_set1_ps(steps->keep[r]), total));
+    const __m512i front = _mm512_packus_epi32(whole[0], whole[1]), low = _mm512_set1_epi16(255);
+    const __m512i back = _mm512_packus_epi32(whole[2], whole[3]);
+    uint8_t* to = work.weights + r * kBlock;
+    _mm512_store_si512(to, _mm512_packus_epi16(_mm512_srli_epi16(front, 8), _mm512_srli_epi16(back, 8)));
+    _mm512_store_si512(to + form.vectors() * kBlock, _mm512_packus_epi16(_mm512_and_si512(front, low),
+                                                                       _mm512_and_si512(back, low)));
+  }
+}
+
+// Adds to the values of `rows` vectors what the block's keys weigh.
+JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, const Steps& steps,
+                                   int64_t rows, float* value) {
+  for (int64_t e = 0; e < form.depth(); e += kWide) {
+    const int64_t tiles = std::min<int64_t>(kWide, form.depth() - e) / kLanes;
+    const int8_t* from = work.values + e / kLanes * kTileBytes;
+    ZeroSums();
+    _tile_loadd(4, work.weights, kBlock);
+    _tile_loadd(5, from, 64);
+    _tile_dpbusd(0, 4, 5);
+    if (tiles > 1) {
+      _tile_loadd(6, from + kTileBytes, 64);
+      _tile_dpbusd(1, 4, 6);
+    }
+    if (tiles > 2) {
+      _tile_loadd(7, from + 2 * kTileBytes, 64);
+      _tile_dpbusd(2, 4, 7);
+    }
+    if (tiles > 3) {
+      _tile_loadd(5, from + 3 * kTileBytes, 64);
+      _tile_dpbusd(3, 4, 5);
+    }
+    StoreSums(work.sums);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
+      const __m512 kept = _mm512_set1_ps(steps.keep[r]), step = _mm512_set1_ps(steps.weight[r]);
+      float* at = value + r * form.depth() + e;
+      for (int64_t v = 0; v < tiles * kLanes; v += kLanes) {
+        const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(at + v), kept);
+        _mm512_storeu_ps(at + v, _mm512_fmadd_ps(Joined(high + v, low + v), step, old));
+      }
+    }
+  }
+}
+
+// ---- a tile of the plan -------------------------------------------------------------------------
+
+JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sight& sight,
+                              const Groups<int8_t>& groups, const Groups<int8_t>& next,
+                              const State& state) {
+  CopyKeys(groups, next, form, work.keys);
+  for (int64_t m0 = 0; m0 < form.M; m0 += form.vectors()) {
+    const int64_t rows = std::min(form.vectors(), form.M - m0);
+    Steps steps;
+    Score(form, work, m0);
+    if (m0 == 0) CopyValues(groups, next, form, work.values);  // while the tile unit is at it
+    Weigh(form, work, sight, m0, rows, state, &steps);
+    AddValues(form, work, steps, rows, state.value + m0 * form.depth());
+  }
+}
+
+JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t segment, const Tile& after,
+                         float* memory, const State& state) {
+  const Form form = FormOf(call, tile.count * call.group());
+  const Workspace work(memory, form);
+  std::memset(work.total, 0, form.padded() * kLanes * sizeof(float));
+  ConfigureTiles(2 * form.vectors(), kFirstRight, 8);
+  ForEachBlock(call, tile, segment, after,
+               [&](const Sight& sight, const Groups<int8_t>& groups, const Groups<int8_t>& next)
+                   JAXSERVE_AMX {
+    CopyScales(call, tile, sight, work.k_scale, work.v_scale);
+    for (const float* scale : next.scale) {
+      Prefetch(scale);
+      Prefetch(scale + call.K);
+    }
+    AttendBlock(form, work, sight, groups, next, state);
+  });
+  _tile_release();
+  for (int64_t m = 0; m < form.M; ++m) {
+    state.sum[m] = _mm512_reduce_add_ps(_mm512_load_ps(work.total + m * kLanes));
+    if (std::isnan(work.q_step[m])) {
+      std::fill_n(state.value + m * form.depth(), form.depth(), work.q_step[m]);
+    } else if (form.soft_cap == 0 && state.sum[m] > 0) {
+      state.max[m] *= form.scale * work.q_step[m];
+    }
+  }
+}
+
+}  // namespace
+
+Way<int8_t> ByCodes() {
+  return {4 * kFewestVectors,
+          [](const Call<int8_t>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
+          Start, Attend};
+}
+
+#else
+
+Way<int8_t> ByCodes() { return ByLanes<int8_t>(); }
+
+#endif  // JAXSERVE_X86
+
+}  // namespace jaxserve::attention

@@ -1,0 +1,74 @@
+// What the two ways by AMX's tile unit share (cpu_tiles.cc, cpu_codes.cc); see cpu.h.
+
+#pragma once
+
+#include "../native_tiles.h"
+#include "cpu.h"
+
+#if JAXSERVE_X86
+
+namespace jaxserve::attention {
+
+constexpr int kKeyGroups = kBlock / kLanes;
+constexpr int kFirstRight = 5;  // tiles 0 to 3 hold sums, 4 the left operand, 5 to 7 the right one
+constexpr float kLog2E = 1.44269504f;
+
+// Where a block's keys and values lie: K [E][16] and V [16][E] of each group of 16.
+template <typename KV>
+struct Groups {
+  const KV *key[kKeyGroups], *value[kKeyGroups];
+  const float* scale[kKeyGroups];  // of codes
+
+  // For groups with nothing in sight, the first one that has.
+  Groups(const Call<KV>& call, const Tile& tile, const Sight& sight) {
+    for (int64_t g = 0; g < kKeyGroups; ++g) {
+      const bool seen = g * kLanes < sight.to && (g + 1) * kLanes > sight.from;
+      const int64_t position = sight.base + (seen ? g * kLanes : sight.from / kLanes * kLanes);
+      key[g] = call.KeyAt(tile.s, tile.j, position);
+      value[g] = call.ValueAt(tile.s, tile.j, position);
+      if constexpr (kCodes<KV>) scale[g] = call.ScaleAt(tile.s, tile.j, position);
+    }
+  }
+};
+
+template <typename T>
+JAXSERVE_AMX inline void Prefetch(const T* at) {
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+}
+
+// The keys of a block that a tile's token sees, a bit each.
+inline uint64_t Seen(const Sight& sight, int64_t token) {
+  const int64_t high = sight.high(token), low = sight.low(token);
+  if (high <= low) return 0;
+  return (~uint64_t{0} >> (kBlock - high)) & (~uint64_t{0} << low);
+}
+
+// The first block of a segment that a tile sees keys of.
+template <typename KV>
+int64_t FirstBase(const Call<KV>& call, const Tile& tile, int64_t segment) {
+  const int64_t position = call.FirstPosition(tile.s) + tile.t0 - call.cu_q_len_S1[tile.s];
+  return std::max(segment * kSegment, call.FirstVisible(position) / kBlock * kBlock);
+}
+
+// Calls visit(sight, groups, next) for the blocks of a segment. next: the groups to ask memory for
+// meanwhile, of the next block or of the tile that comes after.
+template <typename KV, typename Visit>
+JAXSERVE_AMX void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t segment,
+                               const Tile& after, const Visit& visit) {
+  Sight sight(call, tile, FirstBase(call, tile, segment));
+  while (sight.from < sight.to && sight.base < (segment + 1) * kSegment) {
+    const Sight ahead(call, tile, sight.base + kBlock);
+    const Groups<KV> groups(call, tile, sight);
+    if (ahead.from < ahead.to) {
+      visit(sight, groups, Groups<KV>(call, tile, ahead));
+    } else {
+      const Sight first(call, after, FirstBase(call, after, after.segment0));
+      visit(sight, groups, Groups<KV>(call, after, first));
+    }
+    sight = ahead;
+  }
+}
+
+}  // namespace jaxserve::attention
+
+#endif  // JAXSERVE_X86
