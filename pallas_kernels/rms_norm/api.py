@@ -11,7 +11,7 @@ __all__ = ["rms_norm"]
 def rms_norm(x, weight, eps: float, *, layer=None, backend: str):
     """-> x [..., D] normalised, computed in float32, in its own dtype.
 
-    weight: float32 [D], the factor itself; or [L, D], of which `layer`, a Python int or traced int32
+    weight: float32 [D], the factor itself; or [L, D], of which `layer`, an int or a traced int32
     scalar, takes one. eps is added to the mean square.
     """
     chosen = cpu if backend == "cpu" else reference
