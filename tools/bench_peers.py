@@ -19,7 +19,8 @@ Workloads are w1 to w5: one stream; 64 skewed requests at once; requests that co
 prompt of 1,536 tokens; 32 requests that share a prefix of 512. Of w3, each repeat serves requests
 at --common_rate, and looks for the highest rate that keeps the p99 of the time to first token and
 of the gaps between tokens within --ttft_p99_ms and --itl_p99_ms while requests come for --search_s.
-jaxserve and llama.cpp are asked over HTTP; the others have no such step between.
+jaxserve and llama.cpp are asked over HTTP; the others have no such step between. With --in_process
+jaxserve has none either.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def http_peer(name: str, command: list[str], port: int, health: str, **extra) ->
         yield Peer(name, lambda wanted: figures_of(name, asyncio.run(client.run(api, wanted))))
 
 
-def jaxserve(flags: list[str], label: str):
+def jaxserve(flags: list[str]):
     port = process.free_port()
-    return http_peer(label, process.command("serve", *flags, f"--port={port}"), port, "/ready")
+    return http_peer(OURS, process.command("serve", *flags, f"--port={port}"), port, "/ready")
 
 
 def llama_server(folder: str, model: pathlib.Path, threads: int, slots: int = 16):
@@ -126,9 +127,16 @@ def requantized(folder: str, model: pathlib.Path, kinds: list[str], out: pathlib
 
 
 @contextlib.contextmanager
-def worker_peer(label: str, python: str, script: str, model: pathlib.Path, threads: int):
+def worker_peer(
+    label: str,
+    python: str,
+    script: str,
+    model: pathlib.Path,
+    threads: int,
+    flags: Sequence[str] = (),
+):
     """A worker of tools/peers, spoken to in lines of JSON."""
-    command = [python, str(WORKERS / script), str(model), str(threads)]
+    command = [python, str(WORKERS / script), str(model), str(threads), *flags]
     with tempfile.TemporaryFile("w+") as words:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True
@@ -152,7 +160,7 @@ def worker_peer(label: str, python: str, script: str, model: pathlib.Path, threa
 
         try:
             version = answer()["ready"]
-            yield Peer(f"{label} {version}", run)
+            yield Peer(label if label == OURS else f"{label} {version}", run)
         finally:
             child.stdin.close()
             try:
@@ -179,8 +187,11 @@ def _record(item: Item, seen: dict) -> Record:
 def peers_of(args, out: pathlib.Path) -> Iterator[contextlib.AbstractContextManager[Peer]]:
     model, threads = models.resolve(args.model), len(os.sched_getaffinity(0))
     if "jaxserve" in args.engines:
-        flags = ["--model", str(model), "--max_model_len=2048", *shlex.split(args.ours)]
-        yield jaxserve(flags, OURS)
+        flags = ["--max_model_len=2048", *shlex.split(args.ours)]
+        if args.in_process:
+            yield worker_peer(OURS, sys.executable, "jaxserve_worker.py", model, threads, flags)
+        else:
+            yield jaxserve([f"--model={model}", *flags])
     if "llama" in args.engines and args.llama:
         for file in requantized(args.llama, model, args.kinds, out):
             yield llama_server(args.llama, file, threads)
@@ -349,6 +360,7 @@ def arguments() -> argparse.Namespace:
     option("--engines", nargs="+", default=engines, choices=engines, help="of those installed")
     option("--repeats", type=int, default=3)
     option("--ours", default="", help='more flags of `jaxserve serve`, as "--itl_target_ms=150"')
+    option("--in_process", action="store_true", help="jaxserve without its server")
     option("--llama")
     option("--kinds", nargs="*", default=["Q8_0", "F32"], help="weights for llama")
     option("--openvino")
