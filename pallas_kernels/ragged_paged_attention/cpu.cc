@@ -213,9 +213,17 @@ void Attend(const Call<KV>& call) {
   int64_t thread_floats = Align64(thread_bytes) / sizeof(float);
   float* scratch = team.Scratch<float>(thread_floats * NumThreads() + plan.state_floats);
   float* states = scratch + thread_floats * NumThreads();
-  team.ForEach(plan.tiles.size(), [&](int64_t task, int thread) {
-    const int64_t after = std::min<int64_t>(task + NumThreads(), plan.tiles.size() - 1);
-    AttendTile(call, way, plan.tiles[task], plan.tiles[after], scratch + thread * thread_floats, states);
+  const int64_t tiles = plan.tiles.size();
+  // A row's heads lie side by side in its pages: where tiles abound, a thread takes them together.
+  const int64_t together = tiles >= kTilesAThread * NumThreads() * call.J ? call.J : 1;
+  team.ForEach(CeilDiv(tiles, together), [&](int64_t task, int thread) {
+    const int64_t end = std::min(tiles, (task + 1) * together);
+    for (int64_t i = task * together; i < end; ++i) {
+      // The one that this thread is likely to take next.
+      const int64_t after = i + 1 < end ? i + 1 : i + 1 + (NumThreads() - 1) * together;
+      AttendTile(call, way, plan.tiles[i], plan.tiles[std::min(after, tiles - 1)],
+                 scratch + thread * thread_floats, states);
+    }
   });
   team.ForEach(plan.split.size(), [&](int64_t task, int thread) {
     JoinTile(call, plan.split[task], scratch + thread * thread_floats, states);
