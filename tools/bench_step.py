@@ -32,6 +32,7 @@ from rich.table import Table
 from jaxserve.bench import offline
 from jaxserve.config import EngineConfig
 from jaxserve.engine import start
+from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.types import Request, SamplingParams
 
@@ -42,22 +43,31 @@ _CONTAINERS = re.compile(r"while|call|conditional|ThunkExecutor|Threadpool|end: 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What this machine can do, measured: bytes a second read, and float32 operations a second."""
+    """What this machine can do, measured: bytes a second read, operations a second of products."""
 
     bandwidth: float
     flops: float
 
 
-def measure_machine(threads: int) -> Machine:
+def measure_machine(threads: int, dtype: str) -> Machine:
     """Best of several tries: BLAS dot products over arrays far larger than a core's caches, one
-    pair a thread, and a matrix product."""
+    pair a thread, and a matrix product: BLAS's of float32, for bfloat16 ours, as no library here
+    has one that is faster on a tile unit."""
     size, side = 1 << 24, 1536
     pairs = [(np.ones(size, np.float32), np.ones(size, np.float32)) for _ in range(threads)]
     square = np.ones((side, side), np.float32)
+    multiply = lambda: square @ square
+    if dtype == "bfloat16":
+        backend = linear.choose_backend(jax.default_backend())
+        weight = jax.device_put(linear.prepare(square, "int8", backend))
+        product = jax.jit(lambda x, weight: linear.linear(x, weight, backend=backend))
+        x = jax.numpy.ones((side, side), jax.numpy.bfloat16)
+        multiply = lambda: product(x, weight).block_until_ready()
+        multiply()
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         read = lambda: list(pool.map(lambda pair: np.dot(*pair), pairs))
         bandwidth = 8 * size * threads / _best(read)
-    return Machine(bandwidth, 2 * side**3 / _best(lambda: square @ square))
+    return Machine(bandwidth, 2 * side**3 / _best(multiply))
 
 
 def _best(run, tries: int = 8) -> float:
@@ -143,11 +153,15 @@ def profile(core, steps: int) -> dict[str, float]:
     return dict(spent)
 
 
-def by_kind(spent: dict[str, float], programs) -> dict[str, float]:
+def program_of(runner, tokens: int):
+    """The compiled program of a greedy step of so many tokens."""
+    bucket = min(size for size, _ in runner.programs if size >= tokens)
+    return runner.programs[bucket, False].compiled
+
+
+def by_kind(spent: dict[str, float], compiled) -> dict[str, float]:
     """Operations grouped by the native function they call; XLA's own are `xla`."""
-    targets = {}
-    for program in programs:
-        targets.update(_TARGET.findall(program.compiled.as_text()))
+    targets = dict(_TARGET.findall(compiled.as_text()))
     kinds = collections.Counter()
     for name, ms in spent.items():
         kinds[targets.get(name, "xla").removeprefix("jaxserve_")] += ms
@@ -157,6 +171,8 @@ def by_kind(spent: dict[str, float], programs) -> dict[str, float]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto", help="as the engine's flag")
+    parser.add_argument("--kv_dtype", default="auto", help="as the engine's flag")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=256, help="tokens of each row")
     parser.add_argument("--steps", type=int, default=20)
@@ -165,15 +181,16 @@ def main():
     args = parser.parse_args()
     slots = max(args.rows)
     config = EngineConfig(
-        model=args.model, num_slots=slots, token_budget=max(256, slots),
+        model=args.model, dtype=args.dtype, kv_dtype=args.kv_dtype,
+        num_slots=slots, token_budget=max(256, slots),
         attention_backend=args.attention_backend,
     )  # fmt: skip
     engine = start.build(config, clock=time.perf_counter)
     engine.warm_up()
-    machine = measure_machine(len(os.sched_getaffinity(0)))
+    machine = measure_machine(len(os.sched_getaffinity(0)), args.dtype)
     console = Console(highlight=False)
     console.print(engine.description, soft_wrap=True, markup=False)
-    console.print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s float32")
+    console.print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s")
     table = Table(
         "rows", "step", "bytes", "ops", "step / limit", "idle", "by kind", title="ms a step"
     )
@@ -187,7 +204,7 @@ def main():
         else:
             size, operations = work_of(engine, budget, CHUNKED // 2, 1)
         bytes_ms, ops_ms = size / machine.bandwidth * 1e3, operations / machine.flops * 1e3
-        kinds = by_kind(spent, engine.core.runner.programs.values())
+        kinds = by_kind(spent, program_of(engine.core.runner, rows or budget))
         shown = "\n".join(f"{k} {v:.1f}" for k, v in sorted(kinds.items(), key=lambda kv: -kv[1]))
         limit, idle = max(bytes_ms, ops_ms), max(ms - sum(kinds.values()), 0.0)
         cells = (ms, bytes_ms, ops_ms, ms / limit, idle)
