@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +160,9 @@ def build(shape: dict, config: EngineConfig) -> start.Engine:
     )  # fmt: skip
     kv_bytes = attention.kv_bytes_per_page(spec, backend.attention) * config.num_pages
     table = memory.MemoryTable(weight_bytes, kv_bytes, 0)
-    return start.Engine(core, text, config, loaded, table, backend.attention, lambda: None)
+    return start.Engine(
+        core, text, config, loaded, table, backend.attention, warm_up=lambda: None, manifest={}
+    )
 
 
 # ---- what is measured ---------------------------------------------------------------------------
@@ -245,7 +248,8 @@ def matrix_weights(config) -> int:
     return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
-def measure(name: str, args, bandwidth: float, flops: float, console: Console) -> None:
+def measure(name: str, args, bandwidth: float, flops: float, console: Console) -> Iterator[None]:
+    """Prints a shape's figures. Yields before each part, so that the caller can leave the rest."""
     slots = max(args.batches)
     length = max(args.prompt, args.context + 256, 1024) + 64
     pages = slots * (args.context + 256) // args.page_size + 2 * length // args.page_size
@@ -253,12 +257,14 @@ def measure(name: str, args, bandwidth: float, flops: float, console: Console) -
         num_slots=slots, token_budget=max(args.budget, slots), max_model_len=length,
         page_size=args.page_size, num_pages=pages,
     )  # fmt: skip
+    yield
     begin = time.perf_counter()
     engine = build(SHAPES[name], config)
     console.print(f"\n{name}: {engine.description}, ready in {time.perf_counter() - begin:.0f} s")
     spec = engine.core.runner.shape.kv_spec
     a_token = attention.kv_bytes_per_page(spec, engine.description) / args.page_size
     for rows in args.batches:
+        yield
         seen, device = decode_ms(engine, rows, args.context)
         bound = (engine.memory_table.weights + rows * args.context * a_token) / bandwidth * 1000
         gap = max(1 - device / seen, 0.0)
@@ -266,18 +272,21 @@ def measure(name: str, args, bandwidth: float, flops: float, console: Console) -
             f"decode {rows:>3} rows: {seen:.2f} ms a step, {rows / seen * 1000:,.0f} tokens/s, "
             f"{bound / seen:.0%} of the bandwidth bound, host gap {gap:.1%}"
         )
+    yield
     seconds = prefill_seconds(engine, args.prompt)
     rate = 2 * matrix_weights(engine.model.config) * args.prompt / seconds
     console.print(
         f"prefill {args.prompt} tokens: {seconds * 1000:.0f} ms, {rate / 1e12:.2f} TFLOP/s, "
         f"{rate / flops:.0%} of the matrix rate"
     )
+    yield
     wanted = skewed(engine.tokenizer.vocab_size, args.requests)
     records, log = offline.run(offline.fresh_core(engine), wanted)
     ours = metrics.summarise(records)["output_tokens_per_s"]
     busy = log.summary()["occupancy_queued"]
     console.print(f"{wanted}: {ours:,.0f} tokens/s" + (f", {busy:.0%} busy" if busy else ""))
     if args.peer:
+        yield
         del engine
         theirs = peer_tokens_per_s(args.peer, SHAPES[name], wanted)
         console.print(f"transformers: {theirs:,.0f} tokens/s, jaxserve {ours / theirs:.1f} times")
@@ -294,15 +303,20 @@ def main():
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--page_size", type=int, default=16)
     parser.add_argument("--requests", type=int, default=256, help="of the skewed workload")
+    parser.add_argument("--seconds", type=float, default=480, help="begin no part after these")
     parser.add_argument("--peer", help="a Python with torch and transformers")
     args = parser.parse_args()
     console = Console(highlight=False, width=140)
+    began = time.perf_counter()
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     bandwidth, flops = measured_bandwidth(), measured_flops(dtype)
     device = jax.devices()[0].device_kind
     console.print(f"{device}: reads {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:.2f} TFLOP/s")
-    for name in args.shapes:
-        measure(name, args, bandwidth, flops, console)
+    parts = (measure(name, args, bandwidth, flops, console) for name in args.shapes)
+    for _ in itertools.chain.from_iterable(parts):
+        if time.perf_counter() - began > args.seconds:
+            console.print(f"no part is begun after --seconds={args.seconds:.0f}")
+            break
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -126,12 +127,9 @@ def compile_attention(target: Target, args):
     import jax
     import jax.numpy as jnp
 
-    from jaxserve.pallas_kernels.ragged_paged_attention import api, shapes
+    from jaxserve.pallas_kernels.ragged_paged_attention import api
 
-    known = {shape.name: shape for shape in shapes.SHAPES}
-    if args.shape not in known:
-        raise Missing(f"--shape={args.shape}: choose one of {', '.join(known)}, all")
-    shape = known[args.shape]
+    shape = head_shape(args.shape)
     print(f"\n{shape.name}")
     dtype = jnp.dtype(args.dtype)
     spec = api.KVSpec(4, shape.J, shape.E, args.page_size, args.kv_dtype or args.dtype)
@@ -163,6 +161,18 @@ def compile_attention(target: Target, args):
     )
     cache = num_pages * api.kv_bytes_per_page(spec, target.backend)
     return compiled, cache, cache // spec.num_layers
+
+
+def head_shape(text: str):
+    """A shape of shapes.py by its name, or a plain one from "query heads/KV heads/head size"."""
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    known = {shape.name: shape for shape in shapes.SHAPES}
+    if re.fullmatch(r"[1-9]\d*/[1-9]\d*/[1-9]\d*", text):
+        return shapes.HeadShape(text, *map(int, text.split("/")))
+    if text not in known:
+        raise Missing(f"--shape={text}: choose one of {', '.join(known)}, all, or as 32/8/128")
+    return known[text]
 
 
 def compile_step(target: Target, args):
@@ -286,7 +296,7 @@ def parse(argv):
     parser.add_argument("--config", default="llama-3.1-8b-v6e", help="preset of the step")
     parser.add_argument("--layers", type=int, default=None, help="of the step; default: all")
     parser.add_argument(
-        "--shape", default="llama-3-8b", help="heads, by a name of shapes.py; or all"
+        "--shape", default="llama-3-8b", help="a name of shapes.py, all, or heads as 32/8/128"
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv_dtype", default=None, help="default: as --dtype")

@@ -44,9 +44,9 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
                 block_tokens, W * itemsize, rows * parts, sets, tile_tokens
             ):
                 block_tokens //= 2
-        if window is not None:
-            seen = window + tile_tokens - 1 + K - 1  # the first page may begin before the window
-            block_tokens = min(block_tokens, -(-seen // least) * least)
+    if window is not None:
+        seen = window + tile_tokens - 1 + K - 1  # the first page may begin before the window
+        block_tokens = min(block_tokens, -(-seen // least) * least)
     block_tokens = max(least, block_tokens // least * least)
     group = 32 // itemsize
     state = sets * rows * (2 * LANES + lanes) * 4

@@ -16,6 +16,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import api, gpu, reference, 
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 # Two decode rows, the second in two splits of 512; a chunk in the middle of its row; an empty row.
 ROWS = shapes.BatchShape("rows", ((1, 33), (1, 530), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)
+HEADS_OF_80 = shapes.HeadShape("heads of 80", 32, 32, 80)
 AUTO = jax.sharding.AxisType.Auto
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=1, platform="gpu")
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -58,7 +59,7 @@ def test_eight_bits(page_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("shape", shapes.SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*shapes.SHAPES, HEADS_OF_80], ids=lambda shape: shape.name)
 def test_lowers_for_cuda(shape, kv_dtype):
     """Both launches of every shape at full size, with this version of jax and no GPU."""
     rows, tokens, pages = 8, 64, 32

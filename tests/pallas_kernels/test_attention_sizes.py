@@ -62,10 +62,11 @@ def test_blocks_hold_no_more_than_a_window_shows():
     """A window of 128 tokens covers parts of two pages of 128, and of nine pages of 16."""
     for page_size, window, tokens in ((16, 128, 256), (128, 128, 256), (16, 113, 128)):
         pages = api.kv_page_specs(api.KVSpec(1, 2, 64, page_size, jnp.bfloat16), 8, "tpu").data
-        count, _ = tpu_sizes.choose(
-            None, pages, rows=8, sets=1, lanes=128, tile_tokens=1, window=window, key="no such key"
-        )
-        assert count * page_size == tokens
+        for wish in (None, 512):
+            count, _ = tpu_sizes.choose(
+                wish, pages, rows=8, sets=1, lanes=128, tile_tokens=1, window=window, key="none"
+            )
+            assert count * page_size == tokens
 
 
 def test_float32_blocks_are_shorter():
@@ -127,7 +128,7 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
         assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
         assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
         assert entry["measured"]["bundles_per_token"] > 0
-        assert dtype in ("bfloat16", "int8", "float8_e4m3fn")
+        assert dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn")
         found = tuning.lookup("ragged_paged_attention", key, CHIPS[chip])
         assert found == entry["parameters"]
 

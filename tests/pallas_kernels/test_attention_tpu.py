@@ -39,12 +39,21 @@ def interpret(case, shape, page_dtype=None, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-3-8b", "smollm2", "gemma-2-9b", "gpt-oss-20b", "phi-3-mini"]
+    ("name", "page_size"),
+    [
+        ("llama-3-8b", 16),
+        ("smollm2", 32),
+        ("gemma-2-9b", 256),
+        ("gpt-oss-20b", 16),
+        ("phi-3-mini", 64),
+        ("heads of 80", 16),
+    ],
 )
-def test_equals_float64(name):
+def test_equals_float64(name, page_size):
     """NaN in every slot that no token owns; the written slots hold the new K and V exactly."""
-    shape = BY_NAME[name].scaled(heads=3 if name == "smollm2" else 4, window=24)
-    case = shapes.make_case(shape, ROWS, page_size=16, layers=2, layer=1, seed=7)
+    shape = BY_NAME.get(name, shapes.HeadShape(name, 6, 3, 80, window=200))
+    shape = shape.scaled(heads=3 if name == "smollm2" else 4, window=24)
+    case = shapes.make_case(shape, ROWS, page_size=page_size, layers=2, layer=1, seed=7)
     want, cache = oracle.attend(case, shape, layer=1)
     out, pages = interpret(case, shape)
     np.testing.assert_allclose(out, want, rtol=0, atol=5e-6)
