@@ -1,9 +1,9 @@
 """The table of compiled step programs, and the verbs the loop uses: dispatch, constrain, fetch.
 
 Programs are compiled before the first request: for each bucket of T one for greedy rows and one
-that stops at the logits, and for each number of rows two that choose tokens from them: the best that
-masks allow, and whatever rows may ask for. A compiled program cannot compile again: a wrong shape or
-dtype raises. Building the table is the warm-up.
+that stops at the logits, and for each number of rows two that choose tokens from them: the best
+that masks allow, and whatever rows may ask for. A compiled program cannot compile again: a wrong
+shape or dtype raises. Building the table is the warm-up.
 """
 
 from __future__ import annotations
