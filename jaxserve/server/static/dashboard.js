@@ -117,7 +117,7 @@ function showTenants(standings) {
   };
   cells("th", ["Tenant", "Running", "Waiting", "Service"]);
   for (const one of standings) {
-    const name = one.tenant || "everybody";
+    const name = one.tenant.slice(0, 8) || "everybody";
     cells("td", [one.you && one.tenant ? `${name} (you)` : name, count(one.running), count(one.waiting), `+${count(one.service)}`]);
   }
   const none = element("p", "none", "Nobody has a request here.");
