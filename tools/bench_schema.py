@@ -99,8 +99,11 @@ def throughput_table(engine, options) -> Table:
     for mix, shares in MIXES.items():
         median = statistics.median(medians[mix])
         rates = [f"{options.rows * share / median:.0f}" if share else "" for share in shares]
-        cells = [f"{cost:+.1%}" for cost in costs(medians, mix)] if mix != PLAIN else ["", "", ""]
-        table.add_row(mix, f"{median * 1000:.2f}", *rates, cells[1], " to ".join(cells[::2]))
+        cells = ()
+        if mix != PLAIN:
+            low, middle, high = (f"{cost:+.1%}" for cost in costs(medians, mix))
+            cells = middle, f"{low} to {high}"
+        table.add_row(mix, f"{median * 1000:.2f}", *rates, *cells)
     return table
 
 
