@@ -125,6 +125,7 @@ setuptools.setup(
             "nvidia-nvvm>=13",
         ],
         "hub": ["huggingface_hub>=0.30"],
+        "lm-eval": ["lm_eval[api]>=0.4.13"],  # half a gigabyte, for one test
         "otel": ["opentelemetry-exporter-otlp-proto-http>=1.45", "opentelemetry-sdk>=1.45"],
         "plots": ["matplotlib>=3.11"],
         "test": [

@@ -176,8 +176,9 @@ class SamplingParams:
         return self.temperature < 1e-5
 
     @property
-    def plain(self) -> bool:
-        """True when the greedy-only step program serves this request: argmax of the bare logits."""
+    def takes_best(self) -> bool:
+        """Whether its tokens are the best of the bare logits among what its grammar allows, and
+        nothing is told of them."""
         return (
             self.greedy
             and not self.logit_bias
@@ -186,6 +187,13 @@ class SamplingParams:
             and self.frequency_penalty == 0
             and self.min_tokens == 0
             and self.logprobs is None
+        )
+
+    @property
+    def plain(self) -> bool:
+        """True when the greedy-only step program serves this request: argmax of the bare logits."""
+        return (
+            self.takes_best
             and self.prompt_logprobs is None
             and self.grammar is None
             and self.pooling is None

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import EngineCore, EngineStats, Observer
+from jaxserve.scheduler.stats import Standing
 from jaxserve.types import (
     EngineFailed,
     FinishReason,
@@ -208,6 +209,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Gauges and counters, as of now."""
         return self.core.stats()
+
+    def standings(self) -> list[Standing]:
+        """Who has had how much service, of the tenants that have something here."""
+        return self.core.scheduler.standings()
 
     def retry_after(self) -> float:
         """Seconds after which a request that a full queue refuses now may come again."""

@@ -60,6 +60,7 @@ class EngineStats(Stats):
     """The scheduler's gauges and counts, and what the engine adds."""
 
     compilations: int = 0  # since the programs were warm: anything but 0 is a fault
+    step_seconds: float = 0.0  # that steps have taken
 
 
 @dataclasses.dataclass
@@ -90,6 +91,7 @@ class EngineCore:
         self.observers: list[Observer] = []
         self.step = self.overlapped_step if pipelined else self.plain_step
         self.last_step = clock()  # when a step was last absorbed; a stuck device stops moving it
+        self.step_seconds = 0.0
         self.in_flight: InFlight | None = None
 
     def add(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
@@ -158,8 +160,10 @@ class EngineCore:
             now = self.clock()
             events += self._end_broken_rows(step.plan, result)
             events += self.scheduler.absorb(step.plan, result, now)
+            seconds = now - max(step.dispatched, self.last_step)
+            self.step_seconds += seconds
             for observer in self.observers:
-                observer.on_step(step.plan, now - max(step.dispatched, self.last_step))
+                observer.on_step(step.plan, seconds)
             self.last_step = now
         return self.output.process(events, self.scheduler)
 
@@ -192,4 +196,6 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """A copy of gauges and counters; any thread may ask."""
         scheduling = dataclasses.asdict(self.scheduler.stats())
-        return EngineStats(**scheduling, compilations=self.runner.compilations)
+        return EngineStats(
+            **scheduling, compilations=self.runner.compilations, step_seconds=self.step_seconds
+        )

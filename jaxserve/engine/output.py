@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 class _Choice:
     """What the stage keeps of one running choice."""
 
-    def __init__(
-        self, request: Request, tokenizer, matcher: GrammarMatcher | None, vocab_size: int
-    ):
+    def __init__(self, request: Request, tokenizer, matcher: GrammarMatcher | None):
         params = request.params
         self.stream = TextStream(
             tokenizer,
@@ -46,9 +44,7 @@ class _Choice:
         )
         self.started = False
         self.matcher = matcher
-        if matcher is not None:
-            self.allowed_W = np.zeros(-(-vocab_size // 32), np.int32)  # what may come next, by bit
-            matcher.fill_mask(self.allowed_W)
+        self.failure: Exception | None = None  # why the grammar cannot go on
 
 
 class OutputStage:
@@ -87,8 +83,7 @@ class OutputStage:
     def open(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
         """Starts tracking a request. matchers: one for each choice, when it has a grammar."""
         for index, matcher in zip(range(request.params.n), matchers or repeat(None)):
-            choice = _Choice(request, self.tokenizer, matcher, self._vocab_size)
-            self._choices[request.id, index] = choice
+            self._choices[request.id, index] = _Choice(request, self.tokenizer, matcher)
         if request.params.prompt_logprobs is not None:
             self._scores[request.id] = [None]  # the first prompt token has nothing before it
 
@@ -166,21 +161,21 @@ class OutputStage:
 
     @staticmethod
     def _advance(event, choice, delta, scheduler) -> None:
-        """Takes the token into the grammar and works out what may come next. When nothing may
-        follow, the choice has ended. Raises GrammarFailed."""
+        """Takes the token into the grammar. When nothing may follow, the choice has ended. Raises
+        GrammarFailed, also when the token was sampled without a mask because none could be made."""
         sequence = event.sequence
+        if choice.failure is not None:
+            raise choice.failure
         if (
             event.finish is FinishReason.STOP
             and event.token in sequence.request.params.stop_token_ids
         ):
             return  # the client's own end, which the grammar need not know
         assert choice.matcher.advance(event.token), "the mask let a forbidden token through"
-        if choice.matcher.done and sequence.finish is None:
-            scheduler.finish(sequence, FinishReason.STOP)
         if choice.matcher.done:
+            if sequence.finish is None:
+                scheduler.finish(sequence, FinishReason.STOP)
             delta.finish_reason = FinishReason.STOP
-        if delta.finish_reason is None:
-            choice.matcher.fill_mask(choice.allowed_W)
 
     def fill_masks(self, plan: StepPlan, allowed_SW: np.ndarray) -> None:
         """Writes what rows with a grammar may sample in this plan: a bit for each token id.
@@ -190,7 +185,10 @@ class OutputStage:
         for row in np.flatnonzero(plan.samples_S).tolist():
             choice = self._choices.get(plan.sequences[row].id)
             if choice is not None and choice.matcher is not None:
-                allowed_SW[row] = choice.allowed_W
+                try:
+                    choice.matcher.fill_mask(allowed_SW[row])
+                except Exception as error:  # whatever it is, it ends this choice alone
+                    choice.failure = error
 
     @staticmethod
     def _logprob(event: TokenEvent, count: int) -> TokenLogprob:

@@ -32,6 +32,7 @@ class RowParams:
             setattr(self, name, self.settings_NF[:, at].view(dtype))
         self.top_p[:] = self.repetition[:] = 1
         self.plain = np.ones(num_slots, bool)
+        self.takes_best = np.ones(num_slots, bool)
         self.prompt_logprobs = np.zeros(num_slots, bool)
         self.grammar = np.zeros(num_slots, bool)
         self.pooling = np.zeros(num_slots, np.int32)
@@ -53,6 +54,7 @@ class RowParams:
         self.biased[slot] = bool(params.logit_bias)
         self.logprobs[slot] = params.logprobs is not None
         self.plain[slot] = params.plain
+        self.takes_best[slot] = params.takes_best
         self.grammar[slot] = params.grammar is not None
         self.pooling[slot] = (None, *POOLINGS).index(params.pooling)
         self.prompt_logprobs[slot] = params.prompt_logprobs is not None and sequence.index == 0
@@ -68,7 +70,8 @@ def pack(
     *,
     sampled: bool | None = None,
 ) -> tuple[StepInputs, ChoiceInputs | None]:
-    """The inputs in numpy for the bucket; no ChoiceInputs for the greedy-only program.
+    """The inputs in numpy for the bucket; no ChoiceInputs for the greedy-only program, and no
+    settings in them when every row takes the best of what it may.
 
     sampled: which programs' inputs; None asks the rows: greedy-only when every one is plain.
     """
@@ -98,13 +101,12 @@ def pack(
     )
     if not sampled:
         return inputs, None
-    settings_SF = rows.settings_NF[inputs.slot_S]
+    takes_best = rows.takes_best[plan.slot_S].all()
+    settings_SF = None if takes_best else rows.settings_NF[inputs.slot_S]
     return inputs, ChoiceInputs(inputs.slot_S, inputs.new_position_S, inputs.samples_S, settings_SF)
 
 
-def empty(
-    bucket_T: int, num_slots: int, max_pages: int, *, sampled: bool
-) -> tuple[StepInputs, ChoiceInputs | None]:
+def empty(bucket_T: int, num_slots: int, max_pages: int, *, sampled: bool) -> StepInputs:
     """Inputs of the bucket's shapes with no rows in them."""
     none = np.zeros(0, np.int32)
     plan = StepPlan(
@@ -119,7 +121,15 @@ def empty(
         page_table_SP=np.zeros((0, max_pages), np.int32),
         num_decode=0,
     )
-    return pack(plan, RowParams(num_slots), bucket_T, num_slots, max_pages, sampled=sampled)
+    inputs, _ = pack(plan, RowParams(num_slots), bucket_T, num_slots, max_pages, sampled=sampled)
+    return inputs
+
+
+def empty_choice(num_S: int, *, takes_best: bool) -> ChoiceInputs:
+    """ChoiceInputs of so many rows, all of them padding."""
+    zeros_S = np.zeros(num_S, np.int32)
+    settings_SF = None if takes_best else np.zeros((num_S, len(SETTINGS)), np.int32)
+    return ChoiceInputs(zeros_S, zeros_S, zeros_S.astype(bool), settings_SF)
 
 
 def _padded(values, size, fill, dtype=np.int32):

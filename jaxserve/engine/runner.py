@@ -1,8 +1,9 @@
 """The table of compiled step programs, and the verbs the loop uses: dispatch, constrain, fetch.
 
 Programs are compiled before the first request: for each bucket of T one for greedy rows and one
-that stops at the logits, and for each number of rows one that chooses tokens from them. A compiled
-program cannot compile again: a wrong shape or dtype raises. Building the table is the warm-up.
+that stops at the logits, and for each number of rows two that choose tokens from them: the best
+that masks allow, and whatever rows may ask for. A compiled program cannot compile again: a wrong
+shape or dtype raises. Building the table is the warm-up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxserve.engine.state import (
     row_settings,
     set_row,
 )
-from jaxserve.engine.step import StepSpec, choose_step, greedy_step, score_step
+from jaxserve.engine.step import StepSpec, best_step, choose_step, greedy_step, score_step
 from jaxserve.engine.wire import Wire
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.limits import step_sizes
@@ -110,7 +111,7 @@ class Runner:
         self._all_allowed = np.full((shape.num_slots, _mask_words(spec)), -1, np.int32)
         self._allowed = {}  # on the device, by rows: what steps without a grammar are given
         self.programs: dict[tuple[int, bool], Program] = {}  # by (T, whether it stops at logits)
-        self.choosers: dict[int, Program] = {}  # by number of rows
+        self.choosers: dict[tuple[int, bool], Program] = {}  # by (rows, whether all take the best)
         self.compile_seconds: dict[str, float] = {}
         self.state: DeviceState | None = None
         self._host_kv: HostKV | None = None
@@ -146,7 +147,9 @@ class Runner:
         if self.shape.host_pages:
             jobs["copies to and from the host"] = self._compile_host_copies
         for rows in sorted({min(self.shape.num_slots, t) for t in self.shape.buckets}):
-            jobs[f"choice of {rows}"] = functools.partial(self._compile_choice, rows)
+            for takes_best, name in ((True, "best"), (False, "drawn")):
+                job = functools.partial(self._compile_choice, rows, takes_best)
+                jobs[f"choice of {rows} {name}"] = job
         for bucket_T in self.shape.buckets:
             for sampled, name in ((False, "greedy"), (True, "logits")):
                 job = functools.partial(self._compile_step, bucket_T, sampled)
@@ -171,8 +174,9 @@ class Runner:
         params = jax.tree.map(as_placed, self.params)
         self.programs[bucket_T, sampled] = self._compile(step, params)
 
-    def _compile_choice(self, rows: int) -> None:
-        self.choosers[rows] = self._compile(choice_step(self.spec, self.shape, rows))
+    def _compile_choice(self, rows: int, takes_best: bool) -> None:
+        step = choice_step(self.spec, rows, takes_best)
+        self.choosers[rows, takes_best] = self._compile(step)
 
     def _compile(self, step: Step, *before) -> Program:
         jitted = jax.jit(step.run, donate_argnums=len(before))
@@ -256,7 +260,7 @@ class Runner:
     def _choose(self, pending: Pending, allowed_SW) -> None:
         """Sends the second half of a step."""
         (logits_SV, choice), pending.waiting = pending.waiting, None
-        program = self.choosers[len(choice.slot_S)]
+        program = self.choosers[len(choice.slot_S), choice.settings_SF is None]
         self.state, outputs = program.compiled(
             self.state, logits_SV, program.wire.pack(choice), allowed_SW
         )
@@ -336,8 +340,7 @@ class Step:
 def bucket_step(spec: StepSpec, shape: RunnerShape, bucket_T: int, sampled: bool) -> Step:
     """What the runner compiles for a bucket; tools compile the same for devices that are not here.
     run(params, state, vector); sampled: no further than the logits."""
-    example, _ = pack.empty(bucket_T, shape.num_slots, shape.max_pages, sampled=sampled)
-    wire = Wire(example)
+    wire = Wire(pack.empty(bucket_T, shape.num_slots, shape.max_pages, sampled=sampled))
     function = score_step if sampled else greedy_step
 
     def run(params, state, vector):
@@ -346,13 +349,13 @@ def bucket_step(spec: StepSpec, shape: RunnerShape, bucket_T: int, sampled: bool
     return Step(wire, run, (jax.ShapeDtypeStruct(wire.shape, np.int32),))
 
 
-def choice_step(spec: StepSpec, shape: RunnerShape, rows: int) -> Step:
+def choice_step(spec: StepSpec, rows: int, takes_best: bool) -> Step:
     """The second half of a step of so many rows. run(state, logits_SV, vector, allowed_SW)."""
-    _, example = pack.empty(rows, shape.num_slots, shape.max_pages, sampled=True)
-    wire = Wire(example)
+    wire = Wire(pack.empty_choice(rows, takes_best=takes_best))
+    function = best_step if takes_best else choose_step
 
     def run(state, logits_SV, vector, allowed_SW):
-        return choose_step(state, logits_SV, wire.unpack(vector), allowed_SW, spec)
+        return function(state, logits_SV, wire.unpack(vector), allowed_SW, spec)
 
     logits = jax.ShapeDtypeStruct((rows, spec.model_config.vocab_size), np.float32)
     vector = jax.ShapeDtypeStruct(wire.shape, np.int32)

@@ -116,7 +116,8 @@ class ChoiceInputs:
     slot_S: Any  # as in StepInputs
     new_position_S: Any
     samples_S: Any
-    settings_SF: Any  # int32, F of SETTINGS
+    settings_SF: Any | None  # int32, F of SETTINGS; None selects the program for SamplingParams
+    # that all take the best: it reads no settings and writes no histories
 
 
 @flax.struct.dataclass

@@ -2,9 +2,9 @@
 
 tokens (from the host, or last_token_N) -> family.forward -> rows that sample -> logits transforms
 -> sample -> last_token_N. greedy_step is all of it for rows that want the best token and nothing
-else; for others score_step goes as far as the logits and choose_step on from there. Rows and tokens
-past the batch's own are padding: they compute finite rubbish that nothing reads and write nowhere
-a real row can see.
+else; for others score_step goes as far as the logits and choose_step on from there, or best_step
+where all take the best that their grammars allow. Rows and tokens past the batch's own are padding:
+they compute finite rubbish that nothing reads and write nowhere a real row can see.
 """
 
 from __future__ import annotations
@@ -105,6 +105,19 @@ def choose_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW,
     )
     state = state.replace(history_NM=_append(state.history_NM, inputs, token_S))
     return _remember(state, inputs, token_S), StepOutputs(token_S, *logprobs)
+
+
+def best_step(state: DeviceState, logits_SV, inputs: ChoiceInputs, allowed_SW, spec: StepSpec):
+    """What choose_step gives when every row takes the best of what it may. DONATES state.
+
+    Its few operations are what rows with grammars cost those without: of a step of 16 rows of a
+    small model choose_step took a fiftieth.
+
+    Returns:
+      (DeviceState, StepOutputs): last_token_N holds the new tokens of rows that sample.
+    """
+    token_S = best_token(logits_SV, allowed_SW, backend=spec.best_token_backend)
+    return _remember(state, inputs, token_S), StepOutputs(token_S)
 
 
 def _shape_and_sample(state, logits_SV, sampling, inputs, allowed_SW, spec):

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxserve.scheduler.stats import Standing
 from jaxserve.types import Sequence
 
 MAX_IDLE_TENANTS = 4096  # counters kept for tenants that have nothing here
@@ -80,6 +81,23 @@ class ServiceLedger:
         known = min(len(service_U), len(waiting_U))
         waiting = service_U[:known][waiting_U[:known] > 0]
         return float(np.ptp(waiting)) if len(waiting) else 0.0
+
+    def standings(self, most: int = 32) -> list[Standing]:
+        """Of the tenants that have something here, those that had most service first. Other threads
+        may ask, as of `gap`; what they see of a moment in which it changes may not add up."""
+        service_U, waiting_U, open_U = self.service_U, self.waiting_U, self.open_U
+        known = min(len(service_U), len(waiting_U), len(open_U), len(self.names))
+        here = np.flatnonzero(open_U[:known])
+        least = service_U[here].min(initial=np.inf)
+        return [
+            Standing(
+                self.names[number] or "",
+                running=max(0, int(open_U[number] - waiting_U[number])),
+                waiting=int(waiting_U[number]),
+                service=float(service_U[number] - least),
+            )
+            for number in here[np.argsort(-service_U[here], kind="stable")][:most].tolist()
+        ]
 
     @property
     def num_present(self) -> int:

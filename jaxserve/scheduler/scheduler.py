@@ -36,7 +36,7 @@ from jaxserve.scheduler.refill import Refill
 from jaxserve.scheduler.requests import OpenRequests
 from jaxserve.scheduler.rows import assemble, attach_logprobs, attach_scores, choose_rows
 from jaxserve.scheduler.shares import right_of_way
-from jaxserve.scheduler.stats import Stats
+from jaxserve.scheduler.stats import Standing, Stats
 from jaxserve.scheduler.stops import StopRules
 from jaxserve.scheduler.vitals import Vitals
 from jaxserve.types import (
@@ -153,6 +153,10 @@ class Scheduler:
             guard_changes=self._guard.num_changes,
             host_pages_kept=self._host.num_kept,
         )
+
+    def standings(self) -> list[Standing]:
+        """Who has had how much service, of the tenants here; other threads may ask."""
+        return self._ledger.standings()
 
     def predict(self, plan: StepPlan) -> float | None:
         """Seconds that the step will take, judged by those before it; None without any."""

@@ -5,6 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """One tenant's part in what goes on."""
+
+    tenant: str
+    running: int  # sequences
+    waiting: int
+    service: float  # weighted tokens, counted from the least that anybody here has had
+
+
 @dataclasses.dataclass(slots=True)
 class Stats:
     """Gauges as of now, and counts since the start."""

@@ -16,7 +16,7 @@ from fastapi.responses import PlainTextResponse
 from jaxserve.obs import manifest
 from jaxserve.server import embeddings
 from jaxserve.server.errors import ApiError, json_response, quote
-from jaxserve.server.service import Service, service_of
+from jaxserve.server.service import Service, caller_of, service_of
 
 router = APIRouter()
 
@@ -60,13 +60,19 @@ async def metrics(request: Request):
 
 @router.get("/stats")
 async def stats(request: Request):
-    """The engine's gauges and counters as JSON, for the dashboard."""
+    """The engine's gauges and counters as JSON, for the dashboard, and how tenants stand: by the
+    digests of their keys, with the caller's own marked."""
     engine = service_of(request).engine
+    own = caller_of(request).tenant
     health = engine.health()
     return json_response(
         {
             "health": {"status": health.state, "message": health.message},
             "engine": dataclasses.asdict(engine.stats()),
+            "tenants": [
+                dataclasses.asdict(standing) | {"you": standing.tenant == own}
+                for standing in engine.standings()
+            ],
         }
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -207,6 +208,18 @@ def test_deadlines_end_queued_and_running_requests():
 
     with engine() as made:
         asyncio.run(main(made))
+
+
+def test_an_idle_engine_takes_no_time():
+    with engine() as made:
+        made.wait_until_ready()
+        asyncio.run(gather(made, [1]))
+        spent = lambda: time.clock_gettime(time.pthread_getcpuclockid(made._thread.ident))
+        while spent() != (before := spent()):  # until it has gone to sleep
+            pass
+        for _ in range(2000):
+            made.health()
+        assert spent() == before
 
 
 def test_health_from_start_to_end():

@@ -84,7 +84,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_choice_alone(tiny_model, pipelined
     answers = run(core, [constrained("x", n=2), plain], matchers=matchers)
     assert answers["x", 0].finish is FinishReason.ERROR
     assert isinstance(answers["x", 0].error, GrammarFailed)
-    assert len(answers["x", 0].tokens) == 3 and len(answers["x", 1].tokens) == 15
+    assert len(answers["x", 0].tokens) == 4 and len(answers["x", 1].tokens) == 15
     assert answers["plain", 0].logprobs == expected.logprobs
 
 

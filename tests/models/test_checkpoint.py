@@ -34,6 +34,24 @@ def logits(model):
     return Row(model, 16, bucket=8).feed(IDS)
 
 
+# ---- what a folder may not bring ----------------------------------------------------------------
+
+
+def test_no_code_of_a_folder_runs(tmp_path):
+    config = LLAMA | {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    write_folder(tmp_path, config, random_tensors(config))
+    (tmp_path / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    write_folder(tmp_path, LLAMA, random_tensors(LLAMA))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors"):
+        load(tmp_path)
+
+
 # ---- names and shapes (B060) --------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from jaxserve.scheduler.budget import MIN_CHUNK
 from jaxserve.scheduler.fairness import MAX_IDLE_TENANTS, ServiceLedger
 from jaxserve.scheduler.policy import by_arrival
 from jaxserve.scheduler.queue import FairQueue
+from jaxserve.scheduler.stats import Standing
 from jaxserve.types import Request, Sequence
 from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
@@ -217,6 +218,19 @@ def test_of_equals_the_longest_without_a_turn_is_next():
     for number in range(3):
         send(f"new{number}")
     assert [serve(10) for _ in range(6)] == ["light", "heavy", "new0", "new1", "new2", "heavy"]
+
+
+def test_how_tenants_stand():
+    ledger = ServiceLedger(input_weight=1, output_weight=2)
+    one, other, gone = map(ledger.number, ("one", "other", "gone"))
+    for number, count in ((one, 3), (other, 1), (gone, 1)):
+        ledger.opened(number, count)
+        ledger.charge_input(number, 100)
+    ledger.closed(gone)
+    ledger.enter(one)
+    ledger.charge_outputs(np.array([one, one, one, other]))
+    assert ledger.standings() == [Standing("one", 2, 1, 4.0), Standing("other", 1, 0, 0.0)]
+    assert ledger.standings(most=1) == [Standing("one", 2, 1, 4.0)]
 
 
 def test_idle_tenants_are_forgotten_and_lose_nothing():

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from jaxserve.engine.core import EngineStats
 from jaxserve.tokenizer import Tokenizer, load
 from jaxserve.types import (
     EngineFailed,
@@ -91,24 +92,6 @@ def text_of(prompt_ids, count, index=0) -> str:
     return "".join(chr(letter(sum(prompt_ids), index, i)) for i in range(count))
 
 
-@dataclasses.dataclass
-class Stats:
-    """The names that the engine's own statistics have."""
-
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    slots: int = 16
-    pages_free: int = 100
-    pages_total: int = 100
-    steps: int = 0
-    requests: int = 0
-    preemptions: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    generation_tokens: int = 0
-
-
 class FakeEngine:
     """scripts: prompt text -> bytes that choice outputs instead of letters, then ends by itself."""
 
@@ -127,7 +110,8 @@ class FakeEngine:
         self.fail_at: int | None = None  # output position at which the device step fails
         self.expire_at: int | None = None  # output position at which deadlines pass
         self.burst = 1  # tokens a delta
-        self.counts = Stats()
+        self.counts = EngineStats(slots=16, pages_free=100, pages_total=100)
+        self.tenants = []
         self._loop = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -204,6 +188,9 @@ class FakeEngine:
 
     def stats(self):
         return dataclasses.replace(self.counts, running=self.counts.running or len(self.open))
+
+    def standings(self):
+        return self.tenants
 
     def retry_after(self):
         return 2.0 * self.counts.waiting

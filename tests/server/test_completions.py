@@ -220,6 +220,16 @@ def test_the_models_own_end_wins_at_max_tokens(client, engine):
     assert ends == {4: "length", 5: "stop", 6: "stop"}
 
 
+def test_a_stop_string_that_ends_at_the_limit_wins(client, engine):
+    engine.scripts["q"] = b"abcdefgh"
+    ask = lambda limit: client.complete(prompt="q", max_tokens=limit, stop=["de"]).json()
+    ends = {limit: ask(limit)["choices"][0] for limit in (4, 5, 6)}
+    assert {k: end["finish_reason"] for k, end in ends.items()} == {
+        4: "length", 5: "stop", 6: "stop",
+    }  # fmt: skip
+    assert [end["text"] for end in ends.values()] == ["abcd", "abc", "abc"]
+
+
 def test_stop_strings_are_cut_and_named(client, engine):
     engine.scripts["q"] = b"one two three"
     choice = client.complete(prompt="q", max_tokens=30, stop=[" two"]).json()["choices"][0]

@@ -1,7 +1,7 @@
 """lm-eval's local-completions model against the server: scores by echo and logprobs, and texts.
 
 The first test is the exchange it makes, by hand; the second runs lm-eval itself where it is
-installed (pip install "lm_eval[api]"), and compares.
+installed (pip install "jaxserve[lm-eval]"), and compares.
 """
 
 import json
@@ -49,7 +49,7 @@ def test_what_it_asks_of_a_server(stack):  # noqa: F811
 
 @pytest.mark.slow
 def test_lm_eval_itself(stack, monkeypatch):  # noqa: F811
-    lm_eval = pytest.importorskip("lm_eval", reason='needs pip install "lm_eval[api]"')
+    lm_eval = pytest.importorskip("lm_eval", reason='needs pip install "jaxserve[lm-eval]"')
     from lm_eval.tasks import TaskManager
 
     monkeypatch.chdir(ROOT)  # the tasks name their data from here

@@ -5,6 +5,7 @@ import pytest
 from fake_engine import BOS, MODEL, FakeEngine, text_of
 from test_chat import rendered
 
+from jaxserve.grammar import GrammarSpec
 from jaxserve.types import RequestRefused
 from tests.server.conftest import serving
 
@@ -86,6 +87,40 @@ def test_extra_body(api, running):
         model=MODEL, prompt="a", max_tokens=2, user="u", extra_body={"top_k": 5, "min_p": 0.1}
     )
     assert running.engine.calls[-1].params.top_k == 5
+
+
+EXTRAS = dict(top_k=5, min_p=0.1, repetition_penalty=1.2, min_tokens=1, ignore_eos=True)
+
+
+def test_every_parameter_of_the_client_reaches_the_engine(api, running):
+    both = dict(
+        n=2, seed=11, stop=["x", "yz"], temperature=0.5, top_p=0.9, presence_penalty=0.2,
+        frequency_penalty=-0.3, logit_bias={"5": -100},
+    )  # fmt: skip
+    asked = dict(max_completion_tokens=4, logprobs=True, top_logprobs=2, user="u")
+    form = {"type": "json_object"}
+    api.chat.completions.create(
+        model=MODEL, messages=HI, **both, **asked, response_format=form, extra_body=EXTRAS
+    )
+    in_chat = running.engine.calls[-1].params
+    api.completions.create(
+        model=MODEL, prompt=[97, 98], **both, max_tokens=4, logprobs=2,
+        extra_body=EXTRAS | {"guided_json": {"type": "object"}, "prompt_logprobs": 1},
+    )  # fmt: skip
+    in_completion = running.engine.calls[-1].params
+    assert running.engine.calls[-1].prompt_ids == [97, 98]
+    assert (in_chat.prompt_logprobs, in_completion.prompt_logprobs) == (None, 1)
+    expected = both | EXTRAS | {"stop": ("x", "yz"), "logit_bias": {5: -100.0}}
+    expected |= {"max_tokens": 4, "logprobs": 2, "grammar": GrammarSpec.json_object()}
+    for params in (in_chat, in_completion):
+        assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_what_is_not_offered_is_refused_by_name(api):
+    for field, value in (("suffix", "end"), ("best_of", 3)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.completions.create(model=MODEL, prompt="a", **{field: value})
+        assert caught.value.param == field and field in caught.value.message
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from fake_engine import FakeEngine
 
+from jaxserve.scheduler.stats import Standing
 from jaxserve.server import pages
 from tests.server.conftest import Client, serving
 
@@ -39,6 +40,7 @@ def test_stats_need_a_key_and_the_pages_do_not(tmp_path):
     assert client.get("/stats").status_code == 401
     stats = client.get("/stats", headers={"Authorization": "Bearer k"}).json()
     assert stats["health"]["status"] == "ready" and stats["engine"]["slots"] == 16
+    assert stats["tenants"] == []
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +108,30 @@ def test_stop_in_a_browser_ends_the_request(page):
         assert len(engine.aborted) == 1
 
 
+def test_settings_on_a_phone(page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    with serving(FakeEngine()) as running:
+        page.goto(running.url)
+        schema = page.locator("textarea[name=schema]")
+        assert not schema.is_visible()
+        page.get_by_role("button", name="Settings").click()
+        schema.fill('{"type": "integer"}')
+        page.get_by_role("button", name="Settings").click()
+        assert not schema.is_visible() and page.locator("#send").is_visible()
+
+
 def test_the_dashboard_in_a_browser(page):
     engine = FakeEngine()
     engine.counts.running, engine.counts.waiting = 5, 3
     with serving(engine) as running:
+        engine.counts.guard_actions = ("pause admission",)
+        engine.tenants = [Standing("a1b2", 4, 2, 5000.0), Standing("", 1, 1, 0.0)]
         page.goto(running.url + "/dashboard")
         page.locator(".slots i.busy").nth(4).wait_for()
+        assert "pause admission" in page.locator("#board").inner_text()
+        rows = page.locator("#board table tr").all_inner_texts()
+        assert [row.split() for row in rows[1:]] == [
+            ["a1b2", "4", "2", "+5,000"], ["everybody", "1", "1", "+0"],
+        ]  # fmt: skip
         assert page.locator(".slots i.busy").count() == 5
         assert "fake-model" in page.locator("#facts").inner_text()

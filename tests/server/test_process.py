@@ -8,6 +8,7 @@ import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 
@@ -55,6 +56,21 @@ def served(flags, log):
         child.wait()
 
 
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Where the process listens: (address, port), as Linux tells it."""
+    proc = pathlib.Path(f"/proc/{pid}")
+    links = (os.readlink(fd) for fd in (proc / "fd").iterdir())
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in (proc / "net" / table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in own:
+                host, port = local.split(":")
+                found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return found
+
+
 def garble(folder: pathlib.Path) -> None:
     """Cuts or damages the smaller half of the files: what takes least to compile again."""
     files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -75,6 +91,7 @@ def test_killed_then_started_from_a_damaged_cache_on_a_full_disk(flags, tmp_path
     says nothing where nothing can be written, and gives the same answers; asked to stop, it ends
     what runs and exits with 0."""
     with (tmp_path / "log").open("wb") as log, served(flags, log) as (child, url):
+        assert listening(child.pid) == [("127.0.0.1", int(url.rpartition(":")[2]))]
         first = httpx.post(url + "/v1/completions", json=ASKED, timeout=60).json()
         endless = ASKED | {"max_tokens": 400, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=60) as stream:

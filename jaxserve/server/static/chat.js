@@ -181,6 +181,10 @@ form.elements.text.addEventListener("keydown", (event) => {
   if (!running) form.requestSubmit();
 });
 document.getElementById("clear").addEventListener("click", startAfresh);
+document.getElementById("toggle").addEventListener("click", ({ currentTarget }) => {
+  const shown = document.getElementById("settings").classList.toggle("shown");
+  currentTarget.setAttribute("aria-expanded", shown);
+});
 settings.key.value = key.get();
 settings.key.addEventListener("change", () => {
   key.set(settings.key.value);
