@@ -81,6 +81,10 @@ class ServiceLedger:
         waiting = service_U[:known][waiting_U[:known] > 0]
         return float(np.ptp(waiting)) if len(waiting) else 0.0
 
+    def waiting(self) -> np.ndarray:
+        """Tenants that have something in the queue, by number."""
+        return np.flatnonzero(self.waiting_U)
+
     @property
     def num_present(self) -> int:
         """Tenants that have something here, waiting or running."""
