@@ -267,8 +267,7 @@ class AsyncEngine:
             self._settled.set()
             while self._state != "stopped":
                 self._wait_for_work()
-                while self._inbox:
-                    self._inbox.popleft()()
+                self._take_in()
                 if self.core.has_work:
                     self._deliver(self.core.step())
         except BaseException as error:
@@ -286,6 +285,20 @@ class AsyncEngine:
             while not self._busy() and self._state != "stopped":
                 self._wake.wait()
             self._idle_since = self.core.clock()
+
+    def _take_in(self) -> None:
+        """Does what the inbox asks, and what comes in until the next step is to be planned."""
+        while True:
+            while self._inbox:
+                self._inbox.popleft()()
+            left_s = self.core.plan_due() - self.core.clock()
+            if left_s <= 0:
+                return
+            with self._wake:
+                if not self._inbox:
+                    self._wake.wait(left_s)
+            if self._state == "stopped":
+                return
 
     def _add(self, request: Request, matchers, stream: _Stream) -> None:
         if request.id in self._streams:

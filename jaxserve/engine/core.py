@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxserve.engine.output import OutputStage
+from jaxserve.scheduler.pace import Pace
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.scheduler import Scheduler, Stats
 from jaxserve.types import (
@@ -39,6 +41,8 @@ class Runner(Protocol):
     def constrain(self, pending: Any, fill_masks: Callable[..., None]) -> None: ...
 
     def fetch(self, pending: Any) -> StepResult: ...
+
+    def is_done(self, pending: Any) -> bool: ...
 
     def reset(self) -> None: ...
 
@@ -93,6 +97,7 @@ class EngineCore:
         self.last_step = clock()  # when a step was last absorbed; a stuck device stops moving it
         self.step_seconds = 0.0
         self.in_flight: InFlight | None = None
+        self._pace = Pace(scheduler.limits.token_budget)
 
     def add(self, request: Request, matchers: Sequence[GrammarMatcher] = ()) -> None:
         """Queues a request. Raises RequestRefused; then nothing is kept of it.
@@ -115,6 +120,19 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.in_flight is not None or self.scheduler.has_work
 
+    def plan_due(self) -> float:
+        """When the next step is to be planned, by the clock. Who steps the core may wait until then
+        and let arrivals in meanwhile: they are in that step, and the device has work all the same.
+        """
+        step = self.in_flight
+        if step is None or not self.scheduler.admits_arrivals:
+            return -math.inf
+        return self._begin(step) + self._pace.spare_s(step.plan.num_tokens)
+
+    def _begin(self, step: InFlight) -> float:
+        """When the device began with a step: the one before it was absorbed last."""
+        return max(step.dispatched, self.last_step)
+
     def plain_step(self) -> Outputs:
         """One step from plan to outputs, nothing overlapped: the oracle of overlapped_step."""
 
@@ -134,6 +152,8 @@ class EngineCore:
 
         def advance():
             previous, self.in_flight = self.in_flight, self._dispatch()
+            if previous is not None and self.in_flight is not None:
+                self._pace.planned(too_late=self.runner.is_done(previous.pending))
             outputs = self._absorb(previous)
             self._constrain(self.in_flight)
             return outputs
@@ -160,8 +180,9 @@ class EngineCore:
             now = self.clock()
             events += self._end_broken_rows(step.plan, result)
             events += self.scheduler.absorb(step.plan, result, now)
-            seconds = now - max(step.dispatched, self.last_step)
+            seconds = now - self._begin(step)
             self.step_seconds += seconds
+            self._pace.ran(step.plan.num_tokens, seconds)
             for observer in self.observers:
                 observer.on_step(step.plan, seconds)
             self.last_step = now

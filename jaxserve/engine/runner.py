@@ -277,6 +277,10 @@ class Runner:
             row = row_settings(sequence.tokens, params, self.end_ids, length, vocab_size)
             self.state = self._set_row(self.state, np.int32(slot), row)
 
+    def is_done(self, pending: Pending) -> bool:
+        """Whether fetch would find the step's tokens there."""
+        return pending.token_S is not None and pending.token_S.is_ready()
+
     def fetch(self, pending: Pending) -> StepResult:
         """Waits for a step's tokens. Row r of the result is row r of its plan."""
         plan = pending.plan

@@ -99,6 +99,10 @@ class ServiceLedger:
             for number in here[np.argsort(-service_U[here], kind="stable")][:most].tolist()
         ]
 
+    def waiting(self) -> np.ndarray:
+        """Tenants that have something in the queue, by number."""
+        return np.flatnonzero(self.waiting_U)
+
     @property
     def num_present(self) -> int:
         """Tenants that have something here, waiting or running."""

@@ -5,6 +5,7 @@ A request that can never run must not queue: it would wait for ever and everyone
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable
 
@@ -23,6 +24,12 @@ def step_sizes(token_budget: int) -> tuple[int, ...]:
     small = {4**power for power in range(16) if 4**power < largest}
     parts = {largest * eighths // 8 for eighths in (1, 2, 4, 6)}
     return tuple(sorted({*small, *(part for part in parts if part >= 32), largest}))
+
+
+def padded(num_tokens: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of the sizes (ascending) that holds so many tokens; without one, no padding."""
+    place = bisect.bisect_left(sizes, num_tokens)
+    return sizes[place] if place < len(sizes) else num_tokens
 
 
 @dataclasses.dataclass(frozen=True)

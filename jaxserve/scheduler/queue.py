@@ -171,6 +171,11 @@ class FairQueue:
                 return self._queues[tenant].peek()
         return None
 
+    def first_of(self, tenant: int) -> Sequence | None:
+        """The next of this tenant's, which must have something here; None when all that is set
+        aside."""
+        return self._queues[tenant].peek()
+
     def overtakes(self, sequence: Sequence) -> bool:
         """Whether others of its tenant come before it by key."""
         return self._of_tenant(sequence).overtakes(sequence)

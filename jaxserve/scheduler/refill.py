@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxserve.scheduler.batch import ActiveBatch, Admission, Kept
 from jaxserve.scheduler.fairness import ServiceLedger
 from jaxserve.scheduler.gate import Gate
@@ -15,7 +17,7 @@ from jaxserve.scheduler.plan import BEFORE_LONGER, Decision
 from jaxserve.scheduler.policy import Policy
 from jaxserve.scheduler.preemption import evictable, victims_for
 from jaxserve.scheduler.requests import OpenRequests
-from jaxserve.scheduler.shares import over_their_share
+from jaxserve.scheduler.shares import below_their_share, most_to_come, over_their_share
 from jaxserve.scheduler.stats import Stats
 from jaxserve.scheduler.stops import StopRules
 from jaxserve.types import Sequence
@@ -53,7 +55,7 @@ class Refill:
         One that waits for a running sequence to compute their common prefix lets others pass, but
         its slot and pages are kept for it."""
         done, queue = Refilled(), self.requests.queue
-        head = queue.peek()
+        head = self._next()
         if head is None:
             return done
         closed = self._why_closed()
@@ -71,11 +73,45 @@ class Refill:
                     break
                 kept.add(admission)
                 queue.set_aside(head)
-            head = queue.peek()
+            head = self._next()
         queue.bring_back()
         if done.admits:
             self.gate.drained(len(done.admits), now)
         return done
+
+    def _next(self) -> Sequence | None:
+        """Whose turn it is. Under the fair policy a tenant that has its share of the slots leaves
+        its turn to one that has not, unless that one could come too far ahead by it."""
+        head = self.requests.queue.peek()
+        if head is None or not self.policy.fair:
+            return head
+        waiting = self.ledger.waiting()
+        if len(waiting) < 2:
+            return head
+        below = below_their_share(self.batch.slots, waiting, self.ledger.num_present)
+        first = self.ledger.number(head.request.tenant)
+        if first in below:
+            return head
+        for tenant in below[np.argsort(self.ledger.service_U[below], kind="stable")].tolist():
+            sequence = self.requests.queue.first_of(tenant)
+            if sequence is not None and self._keeps_the_bound(sequence, tenant, first):
+                return sequence
+        return head
+
+    def _keeps_the_bound(self, sequence: Sequence, tenant: int, first: int) -> bool:
+        """Whether this tenant's counter, with the sequence served, stays within the bound of fair
+        scheduling above that of `first`, whose turn it is, whatever its sequences come to.
+
+        Theorem 4.4 of arXiv 2401.00588 bounds the difference of the counters by what a running
+        batch can hold: no turn given away may let it grow beyond that.
+        """
+        ledger, limits = self.ledger, self.limits
+        tokens = len(sequence.tokens)
+        outputs = most_to_come(self.batch.slots, tenant) + sequence.max_total - tokens
+        inputs = 0 if sequence.num_preemptions else tokens
+        ahead = ledger.service_U[tenant] - ledger.service_U[first]
+        most = ahead + ledger.input_weight * inputs + ledger.output_weight * outputs
+        return most <= ledger.output_weight * (limits.kv_tokens + limits.num_slots)
 
     @property
     def _is_static(self) -> bool:

@@ -139,6 +139,14 @@ class Scheduler:
         """Whether calling plan or take_events is of any use."""
         return bool(self._requests or self._events)
 
+    @property
+    def admits_arrivals(self) -> bool:
+        """Whether one that arrives now may be in the next plan: a slot is free, or one that runs
+        may have to give its own."""
+        if self.limits.batching == "static":
+            return False
+        return bool(self._slots.num_free) or self._policy.fair or self._policy.evicts
+
     def stats(self) -> Stats:
         """A copy; other threads may ask for it."""
         return dataclasses.replace(

@@ -2,8 +2,10 @@
 
 The virtual counters (fairness.py) say whose turn it is when a slot comes free. That alone bounds
 service, not waiting: where a greedy tenant's sequences hold every slot for long, the others wait
-for one to end, and then behind its prompts. So a tenant below its share takes a slot at once from
-one above, and while its prompt is computed, prompts of the others only just advance.
+for one to end, and then behind its prompts; and who sends two requests in a row waits with the
+second one until the others have had as much. So a tenant below its share has the turn of one that
+has its own, as far as the bound of service allows (refill.py), takes a slot at once from one above,
+and while its prompt is computed, prompts of the others only just advance.
 """
 
 from __future__ import annotations
@@ -19,6 +21,19 @@ def _beyond_share(slots: SlotArray, num_tenants: int) -> np.ndarray:
     the highest that holds any. A share is the num_tenants-th part of all slots."""
     share = max(1, slots.num_slots // num_tenants)
     return np.bincount(slots.tenant_N[slots.active_N]) - share
+
+
+def below_their_share(slots: SlotArray, tenants: np.ndarray, num_tenants: int) -> np.ndarray:
+    """Those of the tenants, by number, that hold fewer slots than their share."""
+    beyond_U = _beyond_share(slots, num_tenants)
+    known = tenants[tenants < len(beyond_U)]
+    return np.concatenate([known[beyond_U[known] < 0], tenants[tenants >= len(beyond_U)]])
+
+
+def most_to_come(slots: SlotArray, tenant: int) -> int:
+    """Output tokens that the tenant's running sequences may still get."""
+    own_N = slots.active_N & (slots.tenant_N == tenant)
+    return int((slots.max_total_N[own_N] - slots.known_N[own_N]).sum())
 
 
 def over_their_share(slots: SlotArray, tenant: int, num_tenants: int) -> list[int]:

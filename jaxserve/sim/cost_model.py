@@ -20,25 +20,18 @@ decode step of 5 ms is as much worth getting right as a prefill step of 500.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import json
 import pathlib
 
 import numpy as np
 
-from jaxserve.scheduler.limits import step_sizes
+from jaxserve.scheduler.limits import padded, step_sizes
 from jaxserve.scheduler.plan import StepPlan
 
 FEWEST_STEPS = 20
 FEWEST_OF_A_SIZE = 3
 PARTS = ("step", "token", "row", "kv_token", "pair", "page")
-
-
-def padded(num_tokens: int, sizes: tuple[int, ...]) -> int:
-    """The smallest of the sizes (ascending) that holds so many tokens; without one, no padding."""
-    place = bisect.bisect_left(sizes, num_tokens)
-    return sizes[place] if place < len(sizes) else num_tokens
 
 
 def features(

@@ -85,6 +85,9 @@ class FakeRunner:
     def constrain(self, pending: StepResult, fill_masks) -> None:
         """Nothing: what it samples follows from the history alone."""
 
+    def is_done(self, pending: StepResult) -> bool:
+        return True
+
     def fetch(self, pending: StepResult) -> StepResult:
         return pending
 

@@ -5,6 +5,7 @@ What the simulator predicts and what an engine does are compared line by line th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -32,10 +33,12 @@ def serve_workload(
     vocab_size: int,
     targets: Targets | None = None,
     seed: int = 0,
+    until: Callable[[Report], bool] = lambda report: False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Report:
-    """Sends each arrival at its time to the EngineCore and steps it until all have ended.
+    """Sends each arrival at its time to the EngineCore and steps it until all have ended, or until
+    the report is enough: until(report), asked after each step. What is open then is aborted.
 
     Prompts are random tokens, so that no two share a prefix; outputs have the arrival's length.
     clock must be the core's own.
@@ -47,31 +50,47 @@ def serve_workload(
     start, lives, number = clock(), {}, 0
     waiting = iter(arrivals)
     arrival = next(waiting, None)
-    while arrival is not None or core.has_work:
+    while (arrival is not None or core.has_work) and not until(report):
         while arrival is not None and start + arrival.time <= clock():
             prompt = tuple(draw.integers(10, vocab_size, arrival.prompt).tolist())
-            params = SamplingParams(max_tokens=arrival.output, ignore_eos=True, temperature=0.0)
-            sent = start + arrival.time
-            request = Request(f"real{number}", prompt, params, tenant=arrival.tenant, arrival=sent)
+            request = _request(f"real{number}", prompt, arrival, start + arrival.time)
             try:
                 core.add(request)
-                lives[request.id] = _Life(arrival, sent)
+                lives[request.id] = _Life(arrival, request.arrival)
             except RequestRefused:
                 report.refusals += 1
             arrival, number = next(waiting, None), number + 1
-        if not core.has_work and arrival is not None:
-            sleep(max(0.0, start + arrival.time - clock()))
+        idle_until = core.plan_due() if core.has_work else math.inf
+        if arrival is not None:
+            idle_until = min(idle_until, start + arrival.time)
+        left = idle_until - clock()
+        if left > 0:
+            sleep(left)
             continue
         outputs = core.step()
         now = clock()
         for request_id, delta in outputs:
             _take(report, lives, request_id, delta, now, targets)
-    after = core.scheduler.stats()
     report.seconds = clock() - start
+    _drop(core, lives)
+    after = core.scheduler.stats()
     report.steps = after.steps - before.steps
     report.preemptions = after.preemptions - before.preemptions
     report.computed_tokens = after.computed_tokens - before.computed_tokens
     return report
+
+
+def _request(name: str, prompt: tuple[int, ...], arrival: Arrival, sent: float) -> Request:
+    params = SamplingParams(max_tokens=arrival.output, ignore_eos=True, temperature=0.0)
+    return Request(name, prompt, params, tenant=arrival.tenant, arrival=sent)
+
+
+def _drop(core, request_ids: Iterable[str]) -> None:
+    """Ends them, and the step in flight."""
+    for request_id in request_ids:
+        core.abort(request_id)
+    while core.has_work:
+        core.step()
 
 
 def _take(report: Report, lives: dict, request_id: str, delta, now: float, targets) -> None:

@@ -1,7 +1,7 @@
 """Simulator: the real scheduler, a virtual clock, and a cost model in place of the device.
 
-The clock moves as the pipelined engine's does: a step is planned and dispatched when the step
-before it begins to run, so what arrives while a step runs is seen one step later.
+The clock moves as the pipelined engine's does: a step is planned and dispatched while the step
+before it runs, as late as the engine would (pace.py) where arrivals can be let in, else at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.limits import Limits
+from jaxserve.scheduler.pace import Pace
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.sim.cost_model import EXAMPLE, CostModel
@@ -83,6 +84,7 @@ class Simulation:
         tokens = np.ones(num_slots, np.int32)
         self._result_of = [StepResult(tokens[:rows]) for rows in range(num_slots + 1)]
         self._device_free = 0.0
+        self._pace = Pace(scheduler.limits.token_budget)
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
         """Until every arrival has been served. Times in the report begin at the first arrival."""
@@ -91,10 +93,14 @@ class Simulation:
         start = now = waiting.time if waiting else 0.0
         number, in_flight = 0, None
         while waiting is not None or self.scheduler.has_work or in_flight is not None:
+            if in_flight is not None and self.scheduler.admits_arrivals:
+                now = max(now, self._plan_due(*in_flight))
             while waiting is not None and waiting.time <= now:
                 self._add(waiting, f"s{number}")
                 waiting, number = next(arrivals, None), number + 1
             pending = self._dispatch(now)
+            if pending is not None and in_flight is not None:
+                self._pace.planned(too_late=in_flight[1] <= now)
             for event in self.scheduler.take_events():
                 self._close(event, now)
             ready, in_flight = (in_flight, pending) if self.pipelined else (pending, None)
@@ -120,6 +126,10 @@ class Simulation:
             return
         self._lives[request_id] = _Life(arrival)
 
+    def _plan_due(self, plan: StepPlan, done: float, seconds: float) -> float:
+        """When the step after this one is planned."""
+        return done - seconds + self._pace.spare_s(plan.num_tokens)
+
     def _dispatch(self, now: float) -> tuple[StepPlan, float, float] | None:
         """(plan, when it is done, its seconds), or None when there is nothing to run."""
         plan = self.scheduler.plan(now)
@@ -134,6 +144,7 @@ class Simulation:
 
     def _absorb(self, plan: StepPlan, now: float, seconds: float) -> None:
         report = self.report
+        self._pace.ran(plan.num_tokens, seconds)
         report.steps += 1
         report.busy_seconds += seconds
         report.slot_seconds += self.scheduler.num_running * seconds

@@ -98,6 +98,7 @@ def make_core(
     deterministic=True,
     eos_ids=(),
     runner=None,
+    scheduling=None,
     **settings,
 ) -> EngineCore:
     """num_slots, bucket and num_pages are what the programs are compiled for; slots, budget and
@@ -125,7 +126,7 @@ def make_core(
     )
     limits = Limits.of_engine(config, eos_ids, VOCAB)
     limits = dataclasses.replace(limits, host_pages=host_pages)
-    scheduler = Scheduler(limits, SchedulerConfig(), cache_key=b"test")
+    scheduler = Scheduler(limits, scheduling or SchedulerConfig(), cache_key=b"test")
     return EngineCore(scheduler, compiled, OutputStage(IdTokenizer()), Clock(), pipelined=pipelined)
 
 

@@ -37,12 +37,19 @@ class CountingRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.fail_next = False
+        self.dispatched = threading.Event()
+        self.rows = []  # of each step
 
     def dispatch(self, plan):
+        self.rows.append(plan.num_rows)
+        self.dispatched.set()
         return plan
 
     def constrain(self, plan, fill_masks):
         pass
+
+    def is_done(self, plan):
+        return False
 
     def fetch(self, plan):
         self.gate.wait()
@@ -220,6 +227,40 @@ def test_an_idle_engine_takes_no_time():
         for _ in range(2000):
             made.health()
         assert spent() == before
+
+
+def test_the_next_step_waits_for_arrivals_while_it_may():
+    async def main(engine):
+        core, runner = engine.core, engine.core.runner
+        core.plan_due = lambda: 1e6 if core.in_flight else 0.0
+        first = asyncio.create_task(gather(engine, [1]))
+        await asyncio.to_thread(runner.dispatched.wait)
+        second = asyncio.create_task(gather(engine, [2]))
+        while not core.scheduler.num_waiting:
+            await asyncio.sleep(0)
+        assert runner.rows == [1]  # it was let in, and the engine waits on
+        del core.plan_due
+        engine.abort("nobody")  # wakes it up
+        await asyncio.gather(first, second)
+        assert runner.rows[:3] == [1, 2, 2]
+
+    with engine() as made:
+        asyncio.run(main(made))
+
+
+def test_it_ends_while_it_waits_for_arrivals():
+    with engine() as made:
+        made.core.plan_due = lambda: 1e6 if made.core.in_flight else 0.0
+
+        async def ask():
+            task = asyncio.create_task(gather(made, [1]))
+            await asyncio.to_thread(made.core.runner.dispatched.wait)
+            await asyncio.to_thread(made.shutdown)
+            with pytest.raises(EngineFailed):
+                await task
+
+        asyncio.run(ask())
+        made.core.abort(*made.core.scheduler._requests.ids)
 
 
 def test_health_from_start_to_end():

@@ -54,7 +54,7 @@ def test_the_device_computes_while_masks_are_worked_out(tiny_model):
     runner, calls = core.runner, []
 
     class Recording:
-        reset, compilations = runner.reset, 0
+        reset, is_done, compilations = runner.reset, runner.is_done, 0
 
         def dispatch(self, plan):
             calls.append(("dispatch", plan.step))

@@ -3,12 +3,15 @@
 Compared to the bit, tokens and log-probabilities, with one pinned step shape.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.pallas_kernels import native
+from jaxserve.scheduler.guard import Action
 from jaxserve.types import FinishReason
 from tests.engine.harness import VOCAB, Multiples, constrained, make_core, request, run
 
@@ -194,6 +197,63 @@ def test_static_batching(alone, tiny_model):
     others, arrivals = crowd(20)
     core = make_core(tiny_model, batching="static")
     answers = run(core, [*others, subject(sampling)], arrivals=[*arrivals, 0])
+    same(answers["subject", 0], expected)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [dict(policy=name) for name in ("priority", "deadline", "vtc")]
+    + [dict(prefill_sharing=False), dict(itl_target_ms=1.0, guard_itl_ratio=None)],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
+def test_policies_and_chunk_budgets(alone, tiny_model, config):
+    """The subject is among the least important, of the greediest tenant and due last: where the
+    policy takes places away it loses its own. A target that no step meets makes the smallest
+    chunks."""
+    sampling, expected = alone
+    others, arrivals = crowd(20)
+    others = [
+        dataclasses.replace(other, tenant="aaabc"[i // 2 % 5], priority=i % 3, deadline=1e6 - i)
+        for i, other in enumerate(others)
+    ]
+    arrivals = [0 if other.tenant == "a" else 5 + step for other, step in zip(others, arrivals)]
+    least = dataclasses.replace(subject(sampling), tenant="a", priority=2, arrival=1.0)
+    core = make_core(tiny_model, slots=4, scheduling=SchedulerConfig(**config))
+    answers = run(core, [*others, least], arrivals=[*arrivals, 0])
+    takes_places = config.get("policy") in ("priority", "vtc")
+    assert (core.scheduler.stats().preemptions > 0) == takes_places
+    same(answers["subject", 0], expected)
+
+
+GUARDS = {
+    Action.SHED_LOWEST: dict(guard_queue_age_s=1.0),
+    Action.SMALLER_CHUNKS: dict(itl_target_ms=200.0, guard_itl_ratio=1.0),
+    Action.SHED_GREEDIEST: dict(guard_fairness_gap=1.0),
+    Action.PAUSE_ADMISSION: dict(guard_preemptions_per_min=0.1),
+    Action.SPARE_PAGES: dict(guard_page_pressure=0.2),
+    Action.STATIC_BATCHING: dict(
+        guard_page_pressure=0.1, guard_queue_age_s=1.0, guard_static_after_s=3.0
+    ),
+}
+
+
+@pytest.mark.parametrize("action", Action, ids=lambda action: action.value)
+def test_guard_states(alone, tiny_model, action):
+    """The subject comes among others to few pages and slots, and each action is in force while it
+    waits or runs."""
+    sampling, expected = alone
+    growing = [request(i, [i, 2, 3], max_tokens=60, temperature=1.0, seed=i) for i in range(9)]
+    crowded = [dataclasses.replace(one, tenant="ab"[i % 2]) for i, one in enumerate(growing)]
+    settings = {"guard_preemptions_per_min": None, **GUARDS[action]}
+    core = make_core(tiny_model, slots=4, pool_pages=14, scheduling=SchedulerConfig(**settings))
+    in_force = set()
+
+    def look(core, step):
+        if "subject" in core.scheduler._requests:
+            in_force.update(core.scheduler.stats().guard_actions)
+
+    answers = run(core, [*crowded[:5], subject(sampling), *crowded[5:]], between=look)
+    assert action.value in in_force
     same(answers["subject", 0], expected)
 
 

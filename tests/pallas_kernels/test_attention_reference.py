@@ -126,7 +126,7 @@ def test_eight_bits(kv_dtype):
 
 
 def test_fp8_never_becomes_nan():
-    """A cast of more than 448 to e4m3 gives NaN; rows of zeros would divide by a zero scale."""
+    """B042: a cast of more than 448 to e4m3 is NaN; rows of zeros would divide by a zero scale."""
     values = jnp.array([[448, 464, 465, 1000, -1000, jnp.inf, 0.1, 0], [0] * 8], jnp.float32)
     for dtype in (jnp.float8_e4m3fn, jnp.int8):
         codes, scale = kv.quantise(values, dtype)

@@ -147,6 +147,26 @@ def test_a_tenant_below_its_share_of_slots_need_not_wait_for_one():
     assert all(reason.endswith("goes first") for reason in reasons)
 
 
+@pytest.mark.parametrize("kv_pages, at_once", [(160, True), (48, False)])
+def test_two_in_a_row_of_a_tenant_below_its_share(kv_pages, at_once):
+    """The second of two long prompts need not wait until the flood has had as much as the first
+    one cost; unless both together might cost more than the bound, twice the tokens in the pool."""
+    limits = small_limits(num_pages=kv_pages + 1, max_model_len=160, token_budget=64)
+    driver = Driver(limits, SchedulerConfig(policy="vtc"))
+    for first in range(8):
+        driver.send([first + i for i in range(8)], tenant="flood", max_tokens=40, ignore_eos=True)
+    for _ in range(12):
+        driver.step()
+    for first in (10, 30):
+        prompt = [(first + i * i) % VOCAB_SIZE for i in range(60)]
+        driver.send(prompt, f"light{first}", tenant="light", max_tokens=90, ignore_eos=True)
+    driver.run().check_outputs()
+    plans = driver.plans[::-1]  # so that the first admission of each is what stays
+    admitted = {s.request.id: plan.step for plan in plans for _, s in plan.admits}
+    waited = admitted["light30"] - admitted["light10"]
+    assert waited == 0 if at_once else waited > 5
+
+
 def test_a_prompt_of_a_tenant_below_its_share_is_computed_first():
     """The flood holds three slots and computes long prompts; a short one of another tenant has the
     step to itself, but for the few tokens with which prompts always advance."""

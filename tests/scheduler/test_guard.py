@@ -83,6 +83,15 @@ def changes(driver):
     return [change for plan in driver.plans for change in plan.guard]
 
 
+def calm_down(driver):
+    """Whatever was in force ends by itself once the trouble is over."""
+    for _ in range(300):
+        if not raised(driver):
+            return
+        driver.step()
+    raise AssertionError(f"still in force: {raised(driver)}")
+
+
 def test_old_queue_sheds_the_lowest_priority():
     config = SchedulerConfig(policy="priority", guard_queue_age_s=20.0, **OFF)
     driver = Driver(small_limits(num_slots=1), config)
@@ -138,6 +147,9 @@ def test_unfairness_sheds_the_greediest_tenant():
     with pytest.raises(RequestRefused):
         driver.send(prompt_of(5), tenant="greedy")
     driver.send(prompt_of(6), tenant="modest")
+    driver.run()
+    calm_down(driver)
+    driver.send(prompt_of(5), tenant="greedy")
     driver.run().check_outputs()
 
 
@@ -164,6 +176,12 @@ def test_preemptions_pause_admission_and_pages_are_kept_spare():
         driver.run().check_outputs()
         preemptions[name] = driver.scheduler.stats().preemptions
         assert bool(changes(driver)) == (name != "none")
+        waiting = {decision.reason for plan in driver.plans for decision in plan.waiting}
+        assert ("the guard paused admission" in waiting) == (name == "pause")
+        calm_down(driver)
+        both = [driver.send(prompt_of(5, first), max_tokens=9) for first in (1, 2)]
+        driver.run().check_outputs()
+        assert driver.token_times[both[0], 0][0] == driver.token_times[both[1], 0][0]
     assert preemptions["pause"] < preemptions["none"]
     assert preemptions["spare"] <= preemptions["none"]
 
@@ -179,6 +197,10 @@ def test_slow_tokens_halve_the_chunks():
         driver.step()
     assert raised(driver) == {Action.SMALLER_CHUNKS.value}
     assert driver.plans[1].num_tokens == 40 and driver.plans[-1].num_tokens == 1 + 39 // 2 + 1
+    driver.run()
+    calm_down(driver)
+    driver.send(prompt_of(1000), max_tokens=2)
+    assert driver.step().budget == driver.scheduler._budget.tokens(0)  # not half of it
     driver.run().check_outputs()
 
 
@@ -191,6 +213,12 @@ def test_static_fallback_admits_only_to_an_empty_batch():
     assert any("start: static batching" in text for text in texts)
     waiting = [d.reason for plan in driver.plans for d in plan.waiting]
     assert "the guard fell back to static batching" in waiting
+    calm_down(driver)
+    driver.send(prompt_of(5), max_tokens=20, ignore_eos=True)
+    driver.step()
+    driver.send(prompt_of(6), max_tokens=20)
+    assert len(driver.step().admits) == 1 and driver.scheduler.num_running == 2
+    driver.run().check_outputs()
 
 
 def test_outputs_do_not_depend_on_the_guard():
