@@ -33,7 +33,11 @@ ROWS, MAX_LEN = 64, 8192
 BLOCKS = (128, 256, 512)  # KV tokens that tuning tries
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TUNED = ROOT / "pallas_kernels" / "tuned"
-OTHERS = ROOT / "tests" / "data" / "rpa_v3_bundles.json"
+OTHERS = {
+    "RPA v3": ROOT / "tests" / "data" / "rpa_v3_bundles.json",
+    "tokamax": ROOT / "tests" / "data" / "tokamax_bundles.json",
+}
+PAGES = ("16", "128")
 FOLDERS = {"v5e": "tpu_v5_lite", "v6e": "tpu_v6_lite", "7x": "tpu7x"}
 
 
@@ -136,25 +140,56 @@ def keep(target, topology, name, page_size, kv_dtype, decode: Decode):
 
 
 def table() -> str:
-    """The kept measurements of every shape and chip against RPA v3's, in Markdown."""
+    """What is kept of every shape and chip, in Markdown: beside other kernels, then float32."""
+    others = {name: json.loads(file.read_text()) for name, file in OTHERS.items()}
+    beside = [title for name in others for title in (name, "of it")]
+    titles = ["shape", "chip"]
+    titles += [title for page in PAGES for title in (f"page {page}", *beside)]
+    lines = [*heading(*titles, "HBM cycles")]
+    for shape, chip in every_shape_and_chip():
+        cells = [shape.name, chip]
+        for page in PAGES:
+            ours = kept(chip, shape, page, "bfloat16")
+            cells.append(f"{ours['bundles_per_token']:.2f}")
+            for other in others.values():
+                theirs = other["bundles_per_token"].get(chip, {}).get(shape.name, {}).get(page)
+                share = theirs and ours["bundles_per_token"] / theirs
+                cells += [f"{theirs:.2f}", f"{share:.2f}"] if theirs else ["-", "-"]
+        lines.append(line(*cells, f"{ours['hbm_cycles_per_token']:.2f}"))
+    titles = [title for page in PAGES for title in (f"page {page}", "fills", "spills")]
+    lines += ["", *heading("float32", "chip", *titles, "HBM cycles")]
+    for shape, chip in every_shape_and_chip():
+        cells = [shape.name, chip]
+        for page in PAGES:
+            ours = kept(chip, shape, page, "float32")
+            if ours:
+                counts = ours["fills"], ours["spills"]
+                cells += [f"{ours['bundles_per_token']:.2f}", *map(str, counts)]
+        if ours:
+            lines.append(line(*cells, f"{ours['hbm_cycles_per_token']:.2f}"))
+    return "\n".join(lines)
+
+
+def every_shape_and_chip():
     from jaxserve.pallas_kernels.ragged_paged_attention import shapes
 
-    others = json.loads(OTHERS.read_text())["bundles_per_token"]
-    lines = [
-        "| shape | chip | page 16 | RPA v3 | of it | page 128 | RPA v3 | of it | HBM cycles |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for shape, (chip, folder) in itertools.product(shapes.SHAPES, FOLDERS.items()):
-        kept = json.loads((TUNED / folder / "ragged_paged_attention.json").read_text())
-        cells = [shape.name, chip]
-        for page in ("16", "128"):
-            key = f"{shape.H}/{shape.J}/{shape.E} page {page} bfloat16 decode"
-            ours, theirs = kept[key]["measured"], others[chip][shape.name][page]
-            share = ours["bundles_per_token"] / theirs
-            cells += [f"{ours['bundles_per_token']:.2f}", f"{theirs:.2f}", f"{share:.2f}"]
-        cells.append(f"{ours['hbm_cycles_per_token']:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return itertools.product(shapes.SHAPES, FOLDERS)
+
+
+def kept(chip, shape, page, kv_dtype) -> dict | None:
+    """What `keep` wrote as measured, if it did."""
+    entries = json.loads((TUNED / FOLDERS[chip] / "ragged_paged_attention.json").read_text())
+    key = f"{shape.H}/{shape.J}/{shape.E} page {page} {kv_dtype} decode"
+    return entries[key]["measured"] if key in entries else None
+
+
+def heading(*titles):
+    """The first two lines of a table in Markdown."""
+    return line(*titles), "|" + "---|" * len(titles)
+
+
+def line(*cells):
+    return f"| {' | '.join(cells)} |"
 
 
 def token_bytes(name, kv_dtype):

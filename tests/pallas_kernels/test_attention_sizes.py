@@ -112,9 +112,14 @@ def test_tiles_of_a_mixed_step():
 
 
 CHIPS = {"v5e": "tpu_v5_lite", "v6e": "tpu_v6_lite", "7x": "tpu7x"}
-OTHERS = json.loads(
-    (pathlib.Path(__file__).parent.parent / "data" / "rpa_v3_bundles.json").read_text()
-)
+DATA = pathlib.Path(__file__).parent.parent / "data"
+RPA_V3, TOKAMAX = "rpa_v3_bundles.json", "tokamax_bundles.json"
+
+
+def others(file, chip, shape, page_size):
+    """Bundles a token of another kernel, or None where it was not counted."""
+    counted = json.loads((DATA / file).read_text())["bundles_per_token"]
+    return counted.get(chip, {}).get(shape.name, {}).get(str(page_size))
 
 
 def tuned(chip):
@@ -137,12 +142,18 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, shape):
-    """Against RPA v3: as few bundles a token with pages of 128, four fifths with pages of 16."""
+    """As few bundles a token as RPA v3 with pages of 128, four fifths with pages of 16.
+
+    As few as tokamax's kernel too, but for one KV head: it takes blocks of 1,792 tokens or more
+    there, which shorter rows would pay for.
+    """
     key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} bfloat16 decode"
     measured = tuned(chip)[key]["measured"]
     assert measured["fills"] == measured["spills"] == 0
-    theirs = OTHERS["bundles_per_token"][chip][shape.name][str(page_size)]
-    assert measured["bundles_per_token"] <= theirs * (0.8 if page_size == 16 else 1.0)
+    ours, rpa_v3 = measured["bundles_per_token"], others(RPA_V3, chip, shape, page_size)
+    assert ours <= rpa_v3 * (0.8 if page_size == 16 else 1.0)
+    if shape.J > 1:
+        assert ours <= (others(TOKAMAX, chip, shape, page_size) or math.inf)
 
 
 def test_the_readme_shows_what_was_measured():
@@ -152,8 +163,11 @@ def test_the_readme_shows_what_was_measured():
         [sys.executable, str(tool), "--table"], capture_output=True, text=True, check=True
     )
     readme = (root / "pallas_kernels" / "ragged_paged_attention" / "README.md").read_text()
-    assert len(printed.stdout.splitlines()) == 2 + len(CHIPS) * len(shapes.SHAPES)
-    assert printed.stdout in readme
+    tables = printed.stdout.rstrip().split("\n\n")
+    assert len(tables) == 2
+    assert len(tables[0].splitlines()) == 2 + len(CHIPS) * len(shapes.SHAPES)
+    for table in tables:
+        assert table in readme
 
 
 def test_a_miss_is_none():
