@@ -144,8 +144,8 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
 def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, shape):
     """As few bundles a token as RPA v3 with pages of 128, four fifths with pages of 16.
 
-    As few as tokamax's kernel too, but for one KV head: it takes blocks of 1,792 tokens or more
-    there, which shorter rows would pay for.
+    As few as tokamax's kernel too, or as few as memory takes cycles, but for one KV head: it takes
+    blocks of 1,792 tokens or more there, which shorter rows would pay for.
     """
     key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} bfloat16 decode"
     measured = tuned(chip)[key]["measured"]
@@ -153,7 +153,8 @@ def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, sha
     ours, rpa_v3 = measured["bundles_per_token"], others(RPA_V3, chip, shape, page_size)
     assert ours <= rpa_v3 * (0.8 if page_size == 16 else 1.0)
     if shape.J > 1:
-        assert ours <= (others(TOKAMAX, chip, shape, page_size) or math.inf)
+        tokamax = others(TOKAMAX, chip, shape, page_size) or math.inf
+        assert ours <= max(tokamax, measured["hbm_cycles_per_token"])
 
 
 def test_the_readme_shows_what_was_measured():
