@@ -26,11 +26,14 @@ JAXSERVE_INLINE Lanes Widen(const BFloat16* at) {
   std::memcpy(&half, at, sizeof(half));
   return reinterpret_cast<Lanes>(__builtin_convertvector(half, Bits) << 16);
 }
+JAXSERVE_INLINE IntLanes NotANumber(const Lanes& x) {
+  return (0x7f800000 - (reinterpret_cast<IntLanes>(x) & 0x7fffffff)) >> 31;
+}
 JAXSERVE_INLINE void Narrow(const Lanes& v, float* to) { StoreLanes(to, v); }
 // Rounds to the nearest, of two as near to the even one; a NaN stays one.
 JAXSERVE_INLINE void Narrow(const Lanes& v, BFloat16* to) {
   Bits bits = reinterpret_cast<Bits>(v);
-  IntLanes nan = (0x7f800000 - reinterpret_cast<IntLanes>(bits & 0x7fffffff)) >> 31;
+  IntLanes nan = NotANumber(v);
   Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
   Bits chosen = (quiet & reinterpret_cast<Bits>(nan)) | (rounded & ~reinterpret_cast<Bits>(nan));
   auto half = __builtin_convertvector(chosen, HalfBits);

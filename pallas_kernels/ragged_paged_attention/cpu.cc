@@ -193,7 +193,7 @@ Way<KV> ChooseWay(const Call<KV>& call) {
     if (tiles && call.E % 2 == 0) return ByTiles();
   }
   if constexpr (std::is_same_v<KV, int8_t>) {
-    if (tiles) return ByCodes();
+    if (tiles && call.E <= kLongestCodes) return ByCodes();
   }
   return ByLanes<KV>();
 }

@@ -151,7 +151,7 @@ JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
   x = Max(x, Fill(-40.0f));
   Power e = PowerOf(-Max(-x, Fill(-40.0f)));
   Lanes m = e.power * e.rest + (e.power - 1.0f);
-  return cap * m / (m + 2.0f);
+  return Select(NotANumber(score), score, cap * m / (m + 2.0f));
 }
 
 // Writes the step's keys and values into their pages.
@@ -174,6 +174,7 @@ struct Way {
 template <typename KV>
 Way<KV> ByLanes();
 Way<BFloat16> ByTiles();
+constexpr int64_t kLongestCodes = 512;  // elements of a vector whose products int32 adds up
 Way<int8_t> ByCodes();
 
 }  // namespace jaxserve::attention

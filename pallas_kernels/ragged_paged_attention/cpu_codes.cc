@@ -49,23 +49,19 @@ struct Workspace {
 
   int64_t floats;  // of all
 
-  Workspace(float* memory, const Form& form) {
-    float* at = memory;
-    auto take = [&](auto*& part, int64_t bytes) {
-      part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
-      at += Align64(bytes) / sizeof(float);
-    };
-    take(q, form.padded() * 2 * form.steps() * kDeep);
-    take(q_step, form.padded() * 4);
-    take(keys, kKeyGroups * form.steps() * kTileBytes);
-    take(values, form.depth() / kLanes * kTileBytes);
-    take(sums, 2 * kVectors * kBlock * 4);
-    take(scores, kVectors * kBlock * 4);
-    take(weights, 2 * kVectors * kBlock);
-    take(k_scale, kBlock * 4);
-    take(v_scale, kBlock * 4);
-    take(total, form.padded() * kLanes * 4);
-    floats = at - memory;
+  Workspace(float* begin, const Form& form) {
+    Memory memory{begin};
+    memory.Take(q, form.padded() * 2 * form.steps() * kDeep);
+    memory.Take(q_step, form.padded() * 4);
+    memory.Take(keys, kKeyGroups * form.steps() * kTileBytes);
+    memory.Take(values, form.depth() / kLanes * kTileBytes);
+    memory.Take(sums, 2 * kVectors * kBlock * 4);
+    memory.Take(scores, kVectors * kBlock * 4);
+    memory.Take(weights, 2 * kVectors * kBlock);
+    memory.Take(k_scale, kBlock * 4);
+    memory.Take(v_scale, kBlock * 4);
+    memory.Take(total, form.padded() * kLanes * 4);
+    floats = memory.at - begin;
   }
 };
 

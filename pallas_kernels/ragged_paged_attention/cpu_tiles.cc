@@ -40,20 +40,16 @@ struct Workspace {
 
   int64_t floats;  // of all
 
-  Workspace(float* memory, const Form& form) {
-    float* at = memory;
-    auto take = [&](auto*& part, int64_t bytes) {
-      part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at);
-      at += Align64(bytes) / sizeof(float);
-    };
-    take(q, form.padded() * form.deep() * 2);
-    take(keys, kBlock * form.deep() * 2);
-    take(values, kBlock * form.depth() * 2);
-    take(scores, kRows * kBlock * 4);
-    take(weights, kRows * kBlock * 2);
-    take(sums, form.padded() * kLanes * 4);
-    take(zeros, form.depth() * 2);
-    floats = at - memory;
+  Workspace(float* begin, const Form& form) {
+    Memory memory{begin};
+    memory.Take(q, form.padded() * form.deep() * 2);
+    memory.Take(keys, kBlock * form.deep() * 2);
+    memory.Take(values, kBlock * form.depth() * 2);
+    memory.Take(scores, kRows * kBlock * 4);
+    memory.Take(weights, kRows * kBlock * 2);
+    memory.Take(sums, form.padded() * kLanes * 4);
+    memory.Take(zeros, form.depth() * 2);
+    floats = memory.at - begin;
   }
 };
 

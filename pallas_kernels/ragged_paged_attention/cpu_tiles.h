@@ -13,6 +13,17 @@ constexpr int kKeyGroups = kBlock / kLanes;
 constexpr int kFirstRight = 5;  // tiles 0 to 3 hold sums, 4 the left operand, 5 to 7 the right one
 constexpr float kLog2E = 1.44269504f;
 
+// Gives out working memory, at multiples of 64 bytes.
+struct Memory {
+  float* at;
+
+  template <typename T>
+  void Take(T*& part, int64_t bytes) {
+    part = reinterpret_cast<T*>(at);
+    at += Align64(bytes) / sizeof(float);
+  }
+};
+
 // Where a block's keys and values lie: K [E][16] and V [16][E] of each group of 16.
 template <typename KV>
 struct Groups {

@@ -122,6 +122,32 @@ def test_bfloat16_queries(name, isa, kv_dtype):
     assert np.sqrt(np.mean((out - want) ** 2)) < 2.0**-9
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int16", "float8_e4m3fn"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_codes_of_numbers_out_of_the_ordinary(kv_dtype, isa):
+    """Zeros, infinities, the largest and the smallest become what kv.quantise makes of them."""
+    shape = BY_NAME["smollm2"]
+    case = shapes.make_case(shape, BatchShape("rows", ((7, 7),)), page_size=16, seed=3)
+    for array in (case.k_TJE, case.v_TJE):
+        array[0] = 0
+        array[1, :, ::5] = np.inf
+        array[2, :, 3] = -np.inf
+        array[3] *= 1e38
+        array[4] *= 1e-36
+        array[5, :, 9] = 448 * array[5, :, 10]  # beside it, fp8's codes are below the normal ones
+    _, pages = run(case, shape, jnp.float32, kv_dtype, isa)
+    pages = plain(pages)
+    for index, array in enumerate((case.k_TJE, case.v_TJE)):
+        codes, scale = kv.quantise(jnp.asarray(array), jnp.dtype(kv_dtype))
+        page = case.page_table_SP[0, 0]
+        held = pages.data[0, page, :, index, :7].swapaxes(0, 1)
+        np.testing.assert_array_equal(
+            np.asarray(held).view(np.uint8), np.asarray(codes).view(np.uint8)
+        )
+        held = pages.scale[0, page, :, index, :7].swapaxes(0, 1)
+        np.testing.assert_array_equal(np.asarray(held), np.asarray(scale))
+
+
 def run_beside_oracle(case, shape, dtype, kv_dtype, isa):
     """(output, float64 attention over the numbers in the cache, these); the cache was checked."""
     out, pages = run(case, shape, dtype, kv_dtype, isa)
@@ -145,6 +171,20 @@ def run_beside_oracle(case, shape, dtype, kv_dtype, isa):
             seen["k_TJE"][t], seen["v_TJE"][t] = slot[:, 0], slot[:, 1]
     want, _ = oracle.attend(dataclasses.replace(case, cache_LGJ2KE=held, **seen), shape)
     return np.asarray(out, np.float32), want, held
+
+
+@pytest.mark.parametrize("head_dim", [512, 528])
+def test_long_vectors_of_codes(head_dim):
+    """The largest products that int32 adds up, and vectors beyond that: every element of a query
+    or key is its largest. Every other key weighs nothing."""
+    shape = shapes.HeadShape("long", 2, 1, head_dim)
+    case = shapes.make_case(shape, BatchShape("rows", ((1, 40),)), page_size=16, seed=4)
+    case.q_THE[:], case.k_TJE[:] = 1, 1
+    keys = case.cache_LGJ2KE[:, :, :, 0]
+    keys[:] = np.where(np.isnan(keys), np.nan, 1)
+    keys[:, :, :, ::2] *= 0.25
+    out, want, _ = run_beside_oracle(case, shape, jnp.bfloat16, "int8", None)
+    np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-7)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +231,22 @@ def test_instruction_sets_agree_to_the_bit():
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_nan_in_a_query_stays_in_its_token(dtype):
-    shape = BY_NAME["smollm2"]
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "wrong"),
+    [
+        (jnp.float32, None, np.nan),
+        (jnp.bfloat16, "bfloat16", np.nan),
+        (jnp.bfloat16, "int8", np.nan),
+        (jnp.bfloat16, "int8", np.inf),
+    ],
+)
+@pytest.mark.parametrize("name", ["smollm2", "gemma-2-9b"])
+def test_nan_in_a_query_stays_in_its_token(name, dtype, kv_dtype, wrong):
+    shape = BY_NAME[name]
     case = shapes.make_case(shape, BatchShape("rows", ((1, 9), (5, 20))), page_size=16, seed=8)
-    clean = np.asarray(run(case, shape, dtype)[0])
-    case.q_THE[3, 4, 7] = np.nan
-    out = np.array(run(case, shape, dtype)[0])
+    clean = np.asarray(run(case, shape, dtype, kv_dtype)[0])
+    case.q_THE[3, 4, 7] = wrong
+    out = np.array(run(case, shape, dtype, kv_dtype)[0])
     assert np.isnan(out[3, 4]).all()
     out[3, 4] = clean[3, 4]
     np.testing.assert_array_equal(out, clean)
