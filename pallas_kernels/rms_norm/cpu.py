@@ -1,7 +1,7 @@
 """rms_norm on the CPU in native code (cpu.cc), called through XLA's FFI.
 
-XLA makes four kernels of it, and starting a kernel costs more than these do: of a step of 64 rows
-that was a tenth.
+XLA makes four kernels of it, on one core: of a step of 64 rows that was a tenth, of a chunk of 256
+tokens a seventh.
 """
 
 import jax
