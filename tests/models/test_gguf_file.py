@@ -85,10 +85,10 @@ HOSTILE = {
 def test_headers_that_lie_are_refused_at_once(tmp_path, content):
     """B066: a ValueError naming the file, within a second and without memory."""
     path = write(tmp_path / "x.gguf", content)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(ValueError, match=r"x\.gguf"):
         read_gguf(path)
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 
