@@ -5,6 +5,7 @@
 collide with users' own.
 """
 
+import glob
 import importlib.util
 import pathlib
 import sys
@@ -35,6 +36,7 @@ NATIVE_SOURCES = [
     "pallas_kernels/linear/cpu_floats.cc",
     "pallas_kernels/linear/cpu_groups.cc",
     "pallas_kernels/linear/cpu_groups_amx.cc",
+    "pallas_kernels/linear/cpu_groups_long.cc",
     "pallas_kernels/linear/cpu_groups_avx512.cc",
     "pallas_kernels/ragged_paged_attention/cpu.cc",
     "pallas_kernels/ragged_paged_attention/cpu_codes.cc",
@@ -61,13 +63,7 @@ def native_extension():
         setuptools.Extension(
             "jaxserve.pallas_kernels._native",
             sources=NATIVE_SOURCES,
-            depends=[
-                "pallas_kernels/native.h",
-                "pallas_kernels/native_math.h",
-                "pallas_kernels/native_tiles.h",
-                "pallas_kernels/linear/cpu_groups.h",
-                "pallas_kernels/ragged_paged_attention/cpu.h",
-            ],
+            depends=glob.glob("pallas_kernels/**/*.h", recursive=True),
             language="c++",
             extra_compile_args=[
                 "-std=c++17",

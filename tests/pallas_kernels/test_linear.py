@@ -276,6 +276,37 @@ def test_what_is_added(rows, dtype, form, isa):
 
 
 @needs_native
+@pytest.mark.parametrize("rows", [390, 801])
+@pytest.mark.parametrize("depth", [96, 1216])
+@pytest.mark.parametrize("forms", [("Q4_1", "Q4_1", "Q4_1"), ("int8", "Q4_K", "Q6_K")])
+def test_many_bfloat16_rows_are_as_few(forms, depth, rows):
+    """A long prompt's rows get the bits that they have in parts of 64, whatever joins the product:
+    several weights, what is added, a gate, float32 out. 72 and 40 features end within a panel."""
+    depth = -(-depth // 256) * 256 if "Q4_K" in forms else depth
+    widths = (72, 96, 40)
+    made = [make_weight(form, width, depth, seed=width) for form, width in zip(forms, widths)]
+    weights = [api.prepare(weight, "stored", "cpu") for weight in made]
+    up = api.prepare(make_weight(forms[0], widths[0], depth, seed=9), "stored", "cpu")
+    x = jnp.asarray(make_rows(rows, depth), jnp.bfloat16)
+    plus = jnp.asarray(make_rows(rows, widths[0], seed=3), jnp.bfloat16)
+
+    @jax.jit
+    def everything(x, plus):
+        gated = functools.partial(cpu.gated, activation="silu", layer=None)
+        return (
+            *cpu.linears(x, weights),
+            cpu.linear(x, weights[0], plus=plus),
+            cpu.linear(x, weights[0], dtype=jnp.float32),
+            gated(x, weights[0], up),
+        )
+
+    whole = everything(x, plus)
+    parts = [everything(x[i : i + 64], plus[i : i + 64]) for i in range(0, rows, 64)]
+    for got, *want in zip(whole, *parts, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.concatenate(want))
+
+
+@needs_native
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("forms", [("Q4_1", "Q4_1"), ("Q8_0", "Q6_K")])
 @pytest.mark.parametrize("activation", cpu.ACTIVATIONS)
