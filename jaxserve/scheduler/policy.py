@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 from jaxserve.types import Sequence
 
+SHORT = 512  # tokens: prompts below are all short
+
 
 def by_arrival(sequence: Sequence) -> tuple:
     return (sequence.request.arrival, sequence.serial)
@@ -25,9 +27,10 @@ def by_arrival(sequence: Sequence) -> tuple:
 
 def by_length(sequence: Sequence) -> tuple:
     """Those that lost their place first, for somebody reads what they have so far. Lengths between
-    two powers of two are alike: a few tokens less are no reason to overtake."""
+    two powers of two are alike, and so are all short ones: a few tokens less are no reason to
+    overtake, and who is overtaken pays for it in the tail of waiting times."""
     begun = sequence.num_preemptions > 0
-    length = len(sequence.tokens).bit_length()
+    length = max(len(sequence.tokens), SHORT - 1).bit_length()
     return (not begun, length, sequence.request.arrival, sequence.serial)
 
 

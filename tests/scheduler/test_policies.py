@@ -193,16 +193,23 @@ def test_short_prompts_take_three_turns_of_four():
     while len(queue):
         overtakes.append(queue.overtakes(queue.peek()))
         order.append(pop(queue).serial)
-    assert order == [0, 7, 2, 3, 1, 5, 8, 9, 4, 6]
+    assert order == [0, 2, 3, 5, 1, 7, 8, 9, 4, 6]
     assert overtakes == [False, True, True, True, False, True, True, True, False, False]
+
+
+def test_short_prompts_do_not_overtake_each_other():
+    queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
+    for serial, length in enumerate([511, 20, 300, 5, 510, 1]):
+        queue.push(sequence(serial, length=length))
+    assert [pop(queue).serial for _ in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_one_that_lost_its_place_goes_before_shorter_ones():
     queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
-    for serial, length in enumerate([500, 400, 300, 8]):
+    for serial, length in enumerate([5000, 4000, 3000, 8]):
         queue.push(sequence(serial, length=length))
     assert pop(queue).serial == 0
-    back = sequence(9, length=800)
+    back = sequence(9, length=8000)
     back.num_preemptions = 1
     queue.push(back)
     assert pop(queue) is back and pop(queue).serial == 3
@@ -210,7 +217,7 @@ def test_one_that_lost_its_place_goes_before_shorter_ones():
 
 def test_set_aside_by_one_key_is_set_aside_by_the_other():
     queue = WaitingQueue(POLICIES["fcfs"].key, POLICIES["fcfs"].short_key)
-    for serial, length in enumerate([90, 10, 80, 12]):
+    for serial, length in enumerate([9000, 10, 8000, 12]):
         queue.push(sequence(serial, length=length))
     queue.set_aside(queue.peek())  # 0, the oldest
     assert pop(queue).serial == 1  # the oldest of the others
@@ -223,9 +230,10 @@ def test_set_aside_by_one_key_is_set_aside_by_the_other():
 @pytest.mark.parametrize("policy", ["fcfs", "vtc", "priority"])
 def test_a_long_prompt_is_not_starved_by_short_ones(policy):
     """However many short ones come each step, it gets a slot within its turns."""
-    driver = Driver(small_limits(num_slots=1), SchedulerConfig(policy=policy), check=False)
+    limits = small_limits(num_slots=1, num_pages=300, max_model_len=1024)
+    driver = Driver(limits, SchedulerConfig(policy=policy), check=False)
     driver.send(prompt_of(5), max_tokens=1)
-    driver.send(prompt_of(40), "long", max_tokens=2)
+    driver.send(prompt_of(600), "long", max_tokens=2)
     while ("long", 0) not in driver.ends:
         for _ in range(3):
             driver.send(prompt_of(4), max_tokens=1)

@@ -8,10 +8,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler import policy
 from jaxserve.types import FinishReason, RequestRefused
 from tests.scheduler_driver import VOCAB_SIZE, Driver, small_limits
 
 POLICIES = ("fcfs", "priority", "deadline", "vtc")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_of_two_lengths():
+    """Prompts here are small: some of them shall count as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "SHORT", 8)
+        yield
 
 
 class SchedulerMachine(RuleBasedStateMachine):
