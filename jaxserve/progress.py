@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 
 import rich.progress
@@ -14,8 +15,15 @@ _TITLES = {
     "compile": "Compiling",
     "answer": "Answering",
     "simulate": "Simulating",
+    "measure": "Measuring",
 }
 _COUNTS_BYTES = {"download", "load"}
+
+
+def ending(report: Callable[[str, int, int], None], item: str, total: int) -> Callable[[], None]:
+    """A callback for each of `total` things that end, in the words of report(item, done, total)."""
+    done = itertools.count(1)
+    return lambda: report(item, next(done), total)
 
 
 class Progress:
@@ -33,6 +41,7 @@ class Progress:
             bar.TimeElapsedColumn(),
             bar.TextColumn("[dim]{task.fields[item]}"),
             console=console or Console(stderr=True),
+            refresh_per_second=4,  # each takes a millisecond from what is measured meanwhile
         )
         self._tasks = {}
 

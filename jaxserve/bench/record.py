@@ -13,8 +13,6 @@ import orjson
 from jaxserve.bench.metrics import Record, median_of
 from jaxserve.obs import manifest
 
-_ENERGY = pathlib.Path("/sys/class/powercap/intel-rapl:0/energy_uj")
-
 
 def document(kind: str, label: str, runs: Sequence[dict], **facts) -> dict:
     """A measurement. kind: offline, serve, startup or sweep. runs: summaries, with `requests` and
@@ -62,14 +60,6 @@ def request_rows(records: Sequence[Record]) -> dict[str, list]:
         "output_tokens": [r.output_tokens for r in good],
         "gaps": [round(gap, 6) for r in good for gap in r.gaps],
     }
-
-
-def joules() -> float | None:
-    """Energy the processor has used, where the system lets us read it. Wraps, rarely."""
-    try:
-        return int(_ENERGY.read_text()) / 1e6
-    except (OSError, ValueError):
-        return None
 
 
 def engine_facts(engine) -> dict:

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxserve.bench import record
-from jaxserve.bench.run import COLUMNS, cell
+from jaxserve.bench.run import COLUMNS, cell, figures_of
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem;
@@ -58,7 +58,7 @@ def _page(documents: Sequence[dict], figures) -> str:
 
 
 def _figures_table(documents: Sequence[dict]) -> str:
-    figures = [document["median"] | {"rate": document.get("rate")} for document in documents]
+    figures = [figures_of(document) for document in documents]
     names = [name for name in COLUMNS if any(f.get(name) is not None for f in figures)]
     head = _row(["", *(COLUMNS[name] for name in names), "runs"], "th")
     rows = [
