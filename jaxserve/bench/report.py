@@ -74,7 +74,10 @@ def _row(cells: Sequence[str], tag: str = "td") -> str:
 
 def _facts(document: dict) -> str:
     """Machine, versions, model and every setting of one measurement, folded away."""
-    groups = ("machine", "versions", "model", "memory", "config", "workload", "bench", "scheduling")
+    groups = (
+        "machine", "versions", "server", "hardware", "model", "memory", "energy", "config",
+        "workload", "bench", "scheduling",
+    )  # fmt: skip
     rows = [
         _row([f"{group}: {name}", str(value)])
         for group in groups

@@ -34,7 +34,6 @@ class Job:
         return {
             "workload": dataclasses.asdict(self.workload),
             "bench": dataclasses.asdict(dataclasses.replace(self.bench, api_key=None)),
-            "scheduling": dataclasses.asdict(self.scheduling),
         }
 
     def watch(self, item: str, done: int, total: int) -> None:
@@ -109,6 +108,7 @@ def _offline(job: Job) -> list[dict]:
     meter = Meter()
     runs = offline.measure(engine, job.scheduling, wanted, job.bench, policies, meter, job.watch)
     facts = record.engine_facts(engine) | job.settings() | {"energy": meter.facts()}
+    facts["scheduling"] = dataclasses.asdict(job.scheduling)
     label = job.bench.label or engine.model_name
     return [
         record.document("offline", f"{label}, {policy}", runs[policy], batching=policy, **facts)
@@ -165,7 +165,10 @@ def _startup(job: Job) -> list[dict]:
     from jaxserve.bench import startup
 
     runs = startup.run(job.engine, job.scheduling, job.bench.repeats, job.watch)
-    facts = {"config": dataclasses.asdict(job.engine), **job.settings()}
+    facts = {
+        name: dataclasses.asdict(settings)
+        for name, settings in (("config", job.engine), ("scheduling", job.scheduling))
+    }
     label = job.bench.label or " ".join(process.flags_of(job.engine)) or job.engine.model
     return [record.document("startup", label, runs, **facts)]
 
@@ -198,21 +201,26 @@ def figures_of(document: dict) -> dict:
 
 
 def show(documents: list[dict], console: Console) -> None:
-    """One column a document, the figures that any of them has."""
-    figures = [figures_of(document) for document in documents]
-    table = Table("", *(document["label"] for document in documents))
-    for name, title in COLUMNS.items():
-        if any(f.get(name) is not None for f in figures):
-            table.add_row(title, *(cell(f.get(name)) for f in figures))
-    console.print(table)
+    """One column a document, the figures that any of them has; as many beside each other as fit."""
+    fit = max((console.width - _TITLE_WIDTH) // _COLUMN_WIDTH, 1)
+    for first in range(0, len(documents), fit):
+        part = documents[first : first + fit]
+        figures = [figures_of(document) for document in part]
+        table = Table("", *(document["label"] for document in part))
+        for name, title in COLUMNS.items():
+            if any(f.get(name) is not None for f in figures):
+                table.add_row(title, *(cell(f.get(name)) for f in figures))
+        console.print(table)
+
+
+_TITLE_WIDTH, _COLUMN_WIDTH = 26, 18
 
 
 def remarks(documents: Sequence[dict]) -> Iterator[str]:
     """What a reader of the figures should know, a line each."""
-    rates = {d.get("batching"): d["median"].get("output_tokens_per_s") for d in documents}
-    if rates.get("continuous") and rates.get("static"):
-        ratio = rates["continuous"] / rates["static"]
-        yield f"continuous batching serves {ratio:.2f} times the tokens/s of static"
+    policies = {document.get("batching"): document["median"] for document in documents}
+    if policies.keys() >= {"continuous", "static"}:
+        yield _ratio(policies["continuous"], policies["static"])
     for document in documents:
         seen, name = document["median"], document["label"]
         if seen.get("failed"):
@@ -230,9 +238,16 @@ def remarks(documents: Sequence[dict]) -> Iterator[str]:
         yield f"no energy measured: {energy['missing']}"
 
 
+def _ratio(continuous: dict, static: dict) -> str:
+    if not any("occupancy_queued" in seen for seen in (continuous, static)):
+        return "no request waited for a slot: continuous and static batching had the same to do"
+    ratio = continuous["output_tokens_per_s"] / static["output_tokens_per_s"]
+    return f"continuous batching serves {ratio:.2f} times the tokens/s of static"
+
+
 def cell(value) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
-        return f"{value['p50']:,.0f} / {value['p99']:,.0f}"
+        return f"{cell(value['p50'])} / {cell(value['p99'])}"
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import secrets
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -81,9 +82,9 @@ def facts_of(api: Api) -> dict:
     facts["model"] = {"name": api.model}
     if isinstance(weights := told.get("weights"), dict):
         facts["model"] |= {f"weights_{name}": value for name, value in weights.items()}
-    for name, title in (("config", "config"), ("hardware", "server_hardware")):
+    for name in ("config", "scheduling", "hardware"):
         if isinstance(told.get(name), dict):
-            facts[title] = told[name]
+            facts[name] = told[name]
     return facts
 
 
@@ -135,19 +136,23 @@ def measure(
     ]
 
 
-_runs = itertools.count()  # of this process: no two of its runs send the same prompt
+# Of this process, from a number that no other begins with: no two runs send the same prompt, also
+# where a server outlives the bench.
+_runs = itertools.count(secrets.randbelow(2**32))
 
 
 def unseen(workload: Workload) -> Workload:
-    """The workload with another first token, one for each run: what a run leaves in the server's
-    prefix cache is of no use to the next, and prompts that shared a prefix still do."""
+    """The workload with two other tokens at its prompts' beginning, others for each run: what a run
+    leaves in the server's prefix cache is of no use to the next, and prompts that shared a prefix
+    still do."""
     pool = sorted({token for item in workload.items for token in item.prompt_ids})
     number = next(_runs)
-    token = pool[number % len(pool)]
+    begin = (pool[number % len(pool)], pool[number // len(pool) % len(pool)])
 
     def changed(item: Item) -> Item:
+        ids = (*begin, *item.prompt_ids[2:])[: len(item.prompt_ids)]
         text = item.prompt and f"{number} {item.prompt}"
-        return dataclasses.replace(item, prompt_ids=(token, *item.prompt_ids[1:]), prompt=text)
+        return dataclasses.replace(item, prompt_ids=ids, prompt=text)
 
     return dataclasses.replace(workload, items=tuple(map(changed, workload.items)))
 

@@ -1,6 +1,7 @@
 """What `jaxserve bench` refuses before it loads anything, and what it says of its figures."""
 
 import dataclasses
+import io
 
 import pytest
 from rich.console import Console
@@ -53,7 +54,13 @@ def test_settings_that_matter_pass(what, settings):
 
 
 def test_remarks_say_what_figures_hide():
-    served = {"output_tokens_per_s": 30.0, "failed": 2, "short": 1, "estimated": 3}
+    served = {
+        "output_tokens_per_s": 30.0,
+        "occupancy_queued": 1.0,
+        "failed": 2,
+        "short": 1,
+        "estimated": 3,
+    }
     runs = [{"failed": 0}, {"failed": 2, "first_error": "503: busy"}]
     nothing = {"source": "", "missing": "no RAPL"}
     documents = [
@@ -68,3 +75,17 @@ def test_remarks_say_what_figures_hide():
         "--model's tokenizer",
         "no RAPL",
     ]
+
+
+def test_batching_compares_only_where_requests_wait():
+    seen = {"output_tokens_per_s": 30.0}
+    documents = [{"label": b, "batching": b, "median": seen} for b in ("continuous", "static")]
+    (line,) = run.remarks(documents)
+    assert "no request waited" in line
+
+
+def test_many_columns_become_several_tables():
+    console = Console(width=80, record=True, file=io.StringIO())
+    run.show([{"label": "a server", "median": {"failed": n}, "rate": n} for n in range(7)], console)
+    text = console.export_text()
+    assert text.count("rate/s") == 3 and max(map(len, text.splitlines())) <= 80
