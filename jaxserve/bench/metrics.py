@@ -126,6 +126,20 @@ def summarise(
     }
 
 
+def request_rows(records: Sequence[Record]) -> dict[str, list]:
+    """Records by column, in seconds from the first one sent: enough for every plot."""
+    origin = min((r.sent for r in records), default=0.0)
+    good = [r for r in records if r.good]
+    return {
+        "sent": [round(r.sent - origin, 6) for r in good],
+        "ttft": [round(r.ttft, 6) for r in good],
+        "e2e": [round(r.e2e, 6) for r in good],
+        "prompt_tokens": [r.prompt_tokens for r in good],
+        "output_tokens": [r.output_tokens for r in good],
+        "gaps": [round(gap, 6) for r in good for gap in r.gaps],
+    }
+
+
 _ADDED_UP = ("failed", "short", "estimated")  # a median could hide them
 
 

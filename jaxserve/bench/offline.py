@@ -11,9 +11,8 @@ import heapq
 import time
 from collections.abc import Callable
 
-from jaxserve.bench import record
 from jaxserve.bench.energy import Meter
-from jaxserve.bench.metrics import Record, Targets, summarise
+from jaxserve.bench.metrics import Record, Targets, request_rows, summarise
 from jaxserve.bench.settings import BenchConfig
 from jaxserve.bench.steps import StepLog
 from jaxserve.bench.workload import Item, Workload
@@ -140,7 +139,7 @@ def measure(
             records, log = run(core, workload, on_end=on_end)
             used = meter.since(joules)
             summary = summarise(records, Targets.of(bench), joules=used) | log.summary()
-            summary["request_columns"] = record.request_rows(records)
+            summary["request_columns"] = request_rows(records)
             summary["step_columns"] = log.columns()
             summaries.append(summary)
     return runs

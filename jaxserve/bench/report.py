@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import base64
+import collections
 import html
 import io
 import pathlib
 from collections.abc import Sequence
 
 from jaxserve.bench import record
-from jaxserve.bench.run import COLUMNS, cell, figures_of
+from jaxserve.bench.run import COLUMNS, cell, figures_of, remarks
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
        color: #1c1e21; }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
-td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
+td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
+         white-space: nowrap; }
+th { vertical-align: bottom; white-space: pre-line; }
+details td:last-child { white-space: normal; text-align: left; }
 td:first-child, th:first-child { text-align: left; }
 img { max-width: 100%; } figure { margin: 2rem 0; } figcaption { color: #555; }
 """
@@ -26,7 +30,7 @@ def write(sources: Sequence[str], folder: pathlib.Path) -> pathlib.Path:
     that is not a measurement, or without matplotlib."""
     from jaxserve.bench import plots
 
-    documents = [document for source in sources for document in record.read(source)]
+    documents = read_all(sources)
     if not documents:
         raise ValueError("give the JSON files that `jaxserve bench` wrote")
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,11 +45,28 @@ def write(sources: Sequence[str], folder: pathlib.Path) -> pathlib.Path:
     return page
 
 
+def read_all(sources: Sequence[str]) -> list[dict]:
+    """The documents of all files; labels that several files use carry the files' names."""
+    documents, users = [], collections.defaultdict(set)
+    for source in sources:
+        for document in record.read(source):
+            documents.append((source, document))
+            users[document["label"]].add(source)
+    return [
+        document | {"label": f"{pathlib.Path(source).stem}: {label}"}
+        if len(users[label := document["label"]]) > 1
+        else document
+        for source, document in documents
+    ]
+
+
 def _page(documents: Sequence[dict], figures) -> str:
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>jaxserve bench</title>",
         f"<style>{_STYLE}</style><h1>jaxserve bench</h1>",
+        *(f"<p>{html.escape(line)}</p>" for line in _machines(documents)),
         _figures_table(documents),
+        *(f"<p>{html.escape(line)}</p>" for line in remarks(documents)),
     ]
     for name, caption, png in figures:
         data = base64.b64encode(png).decode()
@@ -57,15 +78,33 @@ def _page(documents: Sequence[dict], figures) -> str:
     return "\n".join(parts)
 
 
+def _machines(documents: Sequence[dict]) -> list[str]:
+    """Each machine that measured something, and when."""
+    days = collections.defaultdict(list)
+    for document in documents:
+        machine = document["machine"]
+        name = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+        days[name].append(document["made"][:10])
+    return [
+        f"{name}, {' to '.join(sorted({min(dates), max(dates)}))}" for name, dates in days.items()
+    ]
+
+
 def _figures_table(documents: Sequence[dict]) -> str:
+    """A row a document, those of a workload together under its title."""
+    groups = record.by_workload(documents)
+    asked = [document for group in groups.values() for document in group]
+    groups[""] = [document for document in documents if document not in asked]
     figures = [figures_of(document) for document in documents]
     names = [name for name in COLUMNS if any(f.get(name) is not None for f in figures)]
-    head = _row(["", *(COLUMNS[name] for name in names), "runs"], "th")
-    rows = [
-        _row([d["label"], *(cell(f.get(name)) for name in names), str(len(d["runs"]))])
-        for d, f in zip(documents, figures)
-    ]
-    return f"<table>{head}{''.join(rows)}</table>"
+    rows = [_row(["", *(COLUMNS[name].replace(" p50", "\np50") for name in names), "runs"], "th")]
+    for title, group in groups.items():
+        if title and len(groups) > 2:
+            rows.append(f"<tr><th colspan='{len(names) + 2}'>{html.escape(title)}</th></tr>")
+        for document in group:
+            cells = (cell(figures_of(document).get(name)) for name in names)
+            rows.append(_row([document["label"], *cells, str(len(document["runs"]))]))
+    return f"<table>{''.join(rows)}</table>"
 
 
 def _row(cells: Sequence[str], tag: str = "td") -> str:

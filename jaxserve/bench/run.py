@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
@@ -218,9 +219,9 @@ _TITLE_WIDTH, _COLUMN_WIDTH = 26, 18
 
 def remarks(documents: Sequence[dict]) -> Iterator[str]:
     """What a reader of the figures should know, a line each."""
-    policies = {document.get("batching"): document["median"] for document in documents}
-    if policies.keys() >= {"continuous", "static"}:
-        yield _ratio(policies["continuous"], policies["static"])
+    for one, other in itertools.pairwise(documents):
+        if (one.get("batching"), other.get("batching")) == ("continuous", "static"):
+            yield _ratio(one["median"], other["median"])
     for document in documents:
         seen, name = document["median"], document["label"]
         if seen.get("failed"):

@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 
 from jaxserve import models, tokenizer
-from jaxserve.bench import client, process, record
+from jaxserve.bench import client, process
 from jaxserve.bench.client import Api
 from jaxserve.bench.energy import Meter
-from jaxserve.bench.metrics import Targets, median_of, summarise
+from jaxserve.bench.metrics import Targets, median_of, request_rows, summarise
 from jaxserve.bench.settings import BenchConfig, WorkloadConfig
 from jaxserve.bench.workload import Item, Workload, arrivals, at_times, make
 from jaxserve.config import EngineConfig, SchedulerConfig
@@ -184,7 +184,7 @@ def run_once(
     on_end = ending(watch, title, len(workload.items))
     records = asyncio.run(client.run(api, workload, bench.max_concurrency, on_end))
     summary = summarise(records, Targets.of(bench), joules=meter.since(before))
-    return summary | {"request_columns": record.request_rows(records)}
+    return summary | {"request_columns": request_rows(records)}
 
 
 # ---- over rates ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import process, record, report, settings
-from jaxserve.bench.metrics import Record, summarise
+from jaxserve.bench.metrics import Record, request_rows, summarise
 from jaxserve.config import EngineConfig, SchedulerConfig
 
 RECORDS = [
@@ -18,7 +18,7 @@ STEPS = {
 
 
 def documents():
-    run = summarise(RECORDS) | {"request_columns": record.request_rows(RECORDS)}
+    run = summarise(RECORDS) | {"request_columns": request_rows(RECORDS)}
     sweep = [record.document("sweep", "<b>server</b>", [run], rate=rate) for rate in (0.5, 1.0)]
     stepped = run | {"step_columns": STEPS, "occupancy_queued": 0.97}
     starts = [{"cold_s": 20.0, "warm_s": 5.0}, {"cold_s": 22.0, "warm_s": 6.0}]
