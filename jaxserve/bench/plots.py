@@ -23,7 +23,7 @@ _LATENCIES = (
     ("e2e", "to the end"),
 )
 _MAX_LEGEND = 48  # characters of a label
-_AT_ONCE_S = 0.005  # between the end of a step and the start of the next
+_AT_ONCE_S = 0.05  # after a step; one that starts later had nothing to follow
 
 
 def draw(documents: Sequence[dict]) -> Iterator[tuple[str, str, Figure]]:
@@ -211,7 +211,10 @@ def _growth(documents) -> Figure:
         x = np.asarray(run["x"], np.float64)
         past = x[x >= run["knee"]]
         axes.plot(x, run["y"], "." if len(x) > 50 else "o", markersize=4)
-        axes.plot(past, run["intercept"] + run["slope"] * past, "--", color="C1")
+        line = run["intercept"] + run["slope"] * past
+        formula = f"{run['intercept']:.3g} + {run['slope']:.3g} x from {run['knee']:g} on"
+        axes.plot(past, line, "--", color="C1", label=formula)
+        axes.legend(fontsize="small")
         axes.set(title=_label(document), xlabel=axes_of["x"], ylabel=axes_of["y"])
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

@@ -7,16 +7,16 @@ import collections
 import html
 import io
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxserve.bench import record
 from jaxserve.bench.run import COLUMNS, cell, figures_of, remarks
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
+body { font: 14px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
        color: #1c1e21; }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
-td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
+td, th { padding: .2rem .5rem; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; }
 th { vertical-align: bottom; white-space: pre-line; }
 details td:last-child { white-space: normal; text-align: left; }
@@ -65,7 +65,7 @@ def _page(documents: Sequence[dict], figures) -> str:
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>jaxserve bench</title>",
         f"<style>{_STYLE}</style><h1>jaxserve bench</h1>",
         *(f"<p>{html.escape(line)}</p>" for line in _machines(documents)),
-        _figures_table(documents),
+        *_tables(documents),
         *(f"<p>{html.escape(line)}</p>" for line in remarks(documents)),
     ]
     for name, caption, png in figures:
@@ -90,21 +90,29 @@ def _machines(documents: Sequence[dict]) -> list[str]:
     ]
 
 
-def _figures_table(documents: Sequence[dict]) -> str:
-    """A row a document, those of a workload together under its title."""
+def _tables(documents: Sequence[dict]) -> Iterator[str]:
+    """One table for each workload, and for each kind of measurement that has none."""
     groups = record.by_workload(documents)
-    asked = [document for group in groups.values() for document in group]
-    groups[""] = [document for document in documents if document not in asked]
+    asked = {id(document) for group in groups.values() for document in group}
+    for document in documents:
+        if id(document) not in asked:
+            groups.setdefault(document["kind"], []).append(document)
+    for title, group in groups.items():
+        if len(groups) > 1:
+            yield f"<h2>{html.escape(title)}</h2>"
+        yield _figures_table(group)
+
+
+def _figures_table(documents: Sequence[dict]) -> str:
+    """A row a document, the figures that any of them has."""
     figures = [figures_of(document) for document in documents]
     names = [name for name in COLUMNS if any(f.get(name) is not None for f in figures)]
-    rows = [_row(["", *(COLUMNS[name].replace(" p50", "\np50") for name in names), "runs"], "th")]
-    for title, group in groups.items():
-        if title and len(groups) > 2:
-            rows.append(f"<tr><th colspan='{len(names) + 2}'>{html.escape(title)}</th></tr>")
-        for document in group:
-            cells = (cell(figures_of(document).get(name)) for name in names)
-            rows.append(_row([document["label"], *cells, str(len(document["runs"]))]))
-    return f"<table>{''.join(rows)}</table>"
+    head = _row(["", *(COLUMNS[name].replace(" p50", "\np50") for name in names), "runs"], "th")
+    rows = [
+        _row([d["label"], *(cell(f.get(name)) for name in names), str(len(d["runs"]))])
+        for d, f in zip(documents, figures)
+    ]
+    return f"<table>{head}{''.join(rows)}</table>"
 
 
 def _row(cells: Sequence[str], tag: str = "td") -> str:
