@@ -215,6 +215,7 @@ def _growth(documents) -> Figure:
         formula = f"{run['intercept']:.3g} + {run['slope']:.3g} x from {run['knee']:g} on"
         axes.plot(past, line, "--", color="C1", label=formula)
         axes.legend(fontsize="small")
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
         axes.set(title=_label(document), xlabel=axes_of["x"], ylabel=axes_of["y"])
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

@@ -9,6 +9,7 @@ from rich.console import Console
 from jaxserve.bench import run
 from jaxserve.bench.settings import BenchConfig, WorkloadConfig
 from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.progress import Progress, ending
 
 
 def job(**settings):
@@ -89,3 +90,17 @@ def test_many_columns_become_several_tables():
     run.show([{"label": "a server", "median": {"failed": n}, "rate": n} for n in range(7)], console)
     text = console.export_text()
     assert text.count("rate/s") == 3 and max(map(len, text.splitlines())) <= 80
+
+
+def test_progress_starts_again_with_each_run():
+    shown = io.StringIO()
+    with Progress(Console(file=shown, force_terminal=True, width=100)) as progress:
+        for number in (1, 2):
+            on_end = ending(progress.part("measure"), f"run {number}", 2)
+            on_end()
+        (task,) = progress._bars.tasks
+        assert (task.completed, task.fields["item"], task.finished) == (1, "run 2", False)
+        on_end()
+        assert task.finished
+        ending(progress.part("measure"), "run 3", 2)
+        assert (task.completed, task.finished) == (0, False)
