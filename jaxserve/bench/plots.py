@@ -212,12 +212,12 @@ def _growth(documents) -> Figure:
         past = x[x >= run["knee"]]
         axes.plot(x, run["y"], "." if len(x) > 50 else "o", markersize=4)
         line = run["intercept"] + run["slope"] * past
-        formula = f"{run['intercept']:.3g} + {run['slope']:.3g} x from {run['knee']:g} on"
+        formula = f"{run['intercept']:.4g} + {run['slope']:.3g} x from {run['knee']:g} on"
         axes.plot(past, line, "--", color="C1", label=formula)
-        axes.legend(fontsize="small")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
         axes.set(title=_label(document), xlabel=axes_of["x"], ylabel=axes_of["y"])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.2 * max(run["y"]))  # room for the legend
+        axes.legend(fontsize="small", loc="upper left")
         axes.grid(alpha=0.3)
     return figure
 
