@@ -113,7 +113,7 @@ setuptools.setup(
     ],
     extras_require={
         "tpu": ["jax[tpu]>=0.10.2"],
-        "cuda": ["jax[cuda13]>=0.10.2"],
+        "cuda": ["jax[cuda13]>=0.10.2", "nvidia-ml-py>=13"],  # the latter reads a GPU's energy
         "cuda-deviceless": [
             "jax-cuda13-plugin>=0.10.2",
             "jax-cuda13-pjrt>=0.10.2",

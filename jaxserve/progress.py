@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 
 import rich.progress
@@ -14,8 +15,17 @@ _TITLES = {
     "compile": "Compiling",
     "answer": "Answering",
     "simulate": "Simulating",
+    "measure": "Measuring",
 }
 _COUNTS_BYTES = {"download", "load"}
+
+
+def ending(report: Callable[[str, int, int], None], item: str, total: int) -> Callable[[], None]:
+    """A callback for each of `total` things that end, in the words of report(item, done, total);
+    their beginning is reported at once."""
+    report(item, 0, total)
+    done = itertools.count(1)
+    return lambda: report(item, next(done), total)
 
 
 class Progress:
@@ -33,6 +43,7 @@ class Progress:
             bar.TimeElapsedColumn(),
             bar.TextColumn("[dim]{task.fields[item]}"),
             console=console or Console(stderr=True),
+            refresh_per_second=4,  # each takes a millisecond from what is measured meanwhile
         )
         self._tasks = {}
 
@@ -53,8 +64,9 @@ class Progress:
             if name in _COUNTS_BYTES:
                 amount = f"{done / 2**20:.0f}/{total / 2**20:.0f} MiB"
             shown = "" if done >= total else item
-            self._bars.update(
-                self._tasks[name], completed=done, total=total, amount=amount, item=shown
-            )
+            task = self._tasks[name]
+            if done < self._bars.tasks[task].completed:  # another of the same kind: its own time
+                self._bars.reset(task)
+            self._bars.update(task, completed=done, total=total, amount=amount, item=shown)
 
         return report

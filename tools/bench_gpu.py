@@ -4,6 +4,14 @@
     python tools/bench_gpu.py --shapes qwen3-0.6b --peer python3
     python tools/bench_gpu.py --shapes tiny --batches 1 4 --context 64 --prompt 128   # anywhere
 
+Where nothing can be downloaded, Python has jax with CUDA, flax, rich and torch, and minutes count:
+
+    CC=false CXX=false python3 -m pip install --no-deps --no-build-isolation -e .
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.55 python3 tools/bench_gpu.py --peer python3
+
+(no compiler: the native operations are the CPU's; the fraction leaves memory to the peer). Every
+figure is printed as soon as it is known, a part that fails is told in a line and the rest goes on.
+
 Printed for each shape: decoding steps at several batch sizes against the bandwidth measured here, a
 long prompt's prefill against the matrix rate measured here, the share of a step in which the device
 waits for the host, and the skewed workload end to end, beside transformers' continuous batching of
@@ -20,9 +28,10 @@ import json
 import pathlib
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +80,9 @@ SHAPES = {
 }  # fmt: skip
 
 
+PEER_S = 60  # past --seconds that a peer may take to its end
+
+
 class IdTokenizer:
     """Text does not matter here: token i is the text 'i '."""
 
@@ -97,7 +109,7 @@ def measured_bandwidth() -> float:
 def measured_flops(dtype) -> float:
     """Operations a second of a square matrix product."""
     side = 8192 if jax.default_backend() != "cpu" else 1024
-    square = jnp.ones((side, side), dtype)
+    square = jax.random.normal(jax.random.key(0), (side, side), dtype)  # zeros and ones run faster
     return 2 * side**3 / _seconds(jax.jit(jnp.matmul), square, square)
 
 
@@ -223,7 +235,7 @@ def skewed(vocab_size: int, count: int) -> Workload:
     return Workload("skewed", tuple(items))
 
 
-def peer_tokens_per_s(python: str, shape: dict, wanted: Workload) -> float:
+def peer_tokens_per_s(python: str, shape: dict, wanted: Workload, timeout_s: float) -> float:
     """transformers' continuous batching on random weights of the same shape."""
     worker = pathlib.Path(__file__).parent / "peers" / "transformers_worker.py"
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -236,7 +248,7 @@ def peer_tokens_per_s(python: str, shape: dict, wanted: Workload) -> float:
         pathlib.Path(folder, "config.json").write_text(json.dumps(shape))
         done = subprocess.run(
             [python, str(worker), folder, "16", device, "bfloat16"],
-            input=lines, stdout=subprocess.PIPE, text=True, check=True, timeout=240,
+            input=lines, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_s,
         )  # fmt: skip
     figures = json.loads(done.stdout.splitlines()[-1])
     return figures["output_tokens"] / figures["seconds"]
@@ -248,51 +260,102 @@ def matrix_weights(config) -> int:
     return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
 
 
-def measure(name: str, args, bandwidth: float, flops: float, console: Console) -> Iterator[None]:
-    """Prints a shape's figures. Yields before each part, so that the caller can leave the rest."""
+def settings(args) -> EngineConfig:
+    """Slots and pages for every part."""
     slots = max(args.batches)
     length = max(args.prompt, args.context + 256, 1024) + 64
     pages = slots * (args.context + 256) // args.page_size + 2 * length // args.page_size
-    config = EngineConfig(
+    return EngineConfig(
         num_slots=slots, token_budget=max(args.budget, slots), max_model_len=length,
         page_size=args.page_size, num_pages=pages,
     )  # fmt: skip
-    yield
-    begin = time.perf_counter()
-    engine = build(SHAPES[name], config)
-    console.print(f"\n{name}: {engine.description}, ready in {time.perf_counter() - begin:.0f} s")
+
+
+def decode_line(engine, rows: int, args, bandwidth: float) -> str:
+    seen, device = decode_ms(engine, rows, args.context)
     spec = engine.core.runner.shape.kv_spec
     a_token = attention.kv_bytes_per_page(spec, engine.description) / args.page_size
-    for rows in args.batches:
-        yield
-        seen, device = decode_ms(engine, rows, args.context)
-        bound = (engine.memory_table.weights + rows * args.context * a_token) / bandwidth * 1000
-        gap = max(1 - device / seen, 0.0)
-        console.print(
-            f"decode {rows:>3} rows: {seen:.2f} ms a step, {rows / seen * 1000:,.0f} tokens/s, "
-            f"{bound / seen:.0%} of the bandwidth bound, host gap {gap:.1%}"
-        )
-    yield
+    bound = (engine.memory_table.weights + rows * args.context * a_token) / bandwidth * 1000
+    return (
+        f"decode {rows:>3} rows: {seen:.2f} ms a step, {rows / seen * 1000:,.0f} tokens/s, "
+        f"{bound / seen:.0%} of the bandwidth bound, host gap {max(1 - device / seen, 0.0):.1%}"
+    )
+
+
+def prefill_line(engine, args, flops: float) -> str:
     seconds = prefill_seconds(engine, args.prompt)
     rate = 2 * matrix_weights(engine.model.config) * args.prompt / seconds
-    console.print(
+    return (
         f"prefill {args.prompt} tokens: {seconds * 1000:.0f} ms, {rate / 1e12:.2f} TFLOP/s, "
         f"{rate / flops:.0%} of the matrix rate"
     )
-    yield
-    wanted = skewed(engine.tokenizer.vocab_size, args.requests)
+
+
+def skewed_line(engine, wanted: Workload) -> tuple[float, str]:
+    """(tokens a second, the line that says so)."""
     records, log = offline.run(offline.fresh_core(engine), wanted)
     ours = metrics.summarise(records)["output_tokens_per_s"]
     busy = log.summary()["occupancy_queued"]
-    console.print(f"{wanted}: {ours:,.0f} tokens/s" + (f", {busy:.0%} busy" if busy else ""))
+    return ours, f"{wanted}: {ours:,.0f} tokens/s" + (f", {busy:.0%} busy" if busy else "")
+
+
+class Course:
+    """Runs parts one by one while there is time, and prints what each gives."""
+
+    def __init__(self, seconds: float, console: Console):
+        self._end = time.perf_counter() + seconds
+        self._console = console
+        self.good = True
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.perf_counter()
+
+    def part(self, name: str, work: Callable):
+        """What work() gives; None, and a line, when it fails or time is up. A compiler or a full
+        memory fails in many ways, and one part must not take the others' figures along."""
+        if self.left_s <= 0:
+            self._console.print(f"{name}: no time left")
+            return None
+        try:
+            return work()
+        except Exception as error:
+            self.good = False
+            lines = str(error).strip().splitlines() or [""]
+            self._console.print(f"{name}: FAILED, {type(error).__name__}: {lines[0][:300]}")
+            return None
+
+    def line(self, name: str, work: Callable[[], str]) -> None:
+        if (line := self.part(name, work)) is not None:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+
+def measure(name: str, args, limits: tuple[float, float], course: Course, console: Console) -> None:
+    """Prints a shape's figures. limits: bytes and operations a second."""
+    begin = time.perf_counter()
+    engine = course.part(f"{name}, building", lambda: build(SHAPES[name], settings(args)))
+    if engine is None:
+        return
+    console.print(f"\n{name}: {engine.description}, ready in {time.perf_counter() - begin:.0f} s")
+    for rows in args.batches:
+        line = functools.partial(decode_line, engine, rows, args, limits[0])
+        course.line(f"decode {rows} rows", line)
+    course.line(f"prefill {args.prompt} tokens", lambda: prefill_line(engine, args, limits[1]))
+    wanted = skewed(engine.tokenizer.vocab_size, args.requests)
+    ours, line = course.part("skewed", lambda: skewed_line(engine, wanted)) or (None, "")
+    if ours is None:
+        return
+    console.print(line)
     if args.peer:
-        yield
-        del engine
-        theirs = peer_tokens_per_s(args.peer, SHAPES[name], wanted)
-        console.print(f"transformers: {theirs:,.0f} tokens/s, jaxserve {ours / theirs:.1f} times")
+        del engine  # for its memory
+        patience = max(course.left_s, 0.0) + PEER_S
+        ask = lambda: peer_tokens_per_s(args.peer, SHAPES[name], wanted, patience)
+        if theirs := course.part("transformers", ask):
+            ratio = ours / theirs
+            console.print(f"transformers: {theirs:,.0f} tokens/s, jaxserve {ratio:.1f} times")
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -307,17 +370,15 @@ def main():
     parser.add_argument("--peer", help="a Python with torch and transformers")
     args = parser.parse_args()
     console = Console(highlight=False, width=140)
-    began = time.perf_counter()
+    course = Course(args.seconds, console)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    bandwidth, flops = measured_bandwidth(), measured_flops(dtype)
+    limits = measured_bandwidth(), measured_flops(dtype)
     device = jax.devices()[0].device_kind
-    console.print(f"{device}: reads {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:.2f} TFLOP/s")
-    parts = (measure(name, args, bandwidth, flops, console) for name in args.shapes)
-    for _ in itertools.chain.from_iterable(parts):
-        if time.perf_counter() - began > args.seconds:
-            console.print(f"no part is begun after --seconds={args.seconds:.0f}")
-            break
+    console.print(f"{device}: reads {limits[0] / 1e9:,.0f} GB/s, {limits[1] / 1e12:.2f} TFLOP/s")
+    for name in args.shapes:
+        measure(name, args, limits, course, console)
+    return 0 if course.good else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,6 +32,7 @@ from jaxserve.bench.steps import StepLog
 from jaxserve.config import EngineConfig
 from jaxserve.engine import start
 from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.progress import Progress, ending
 from jaxserve.types import Request, SamplingParams
 
 KINDS = ("rows", "context", "memory")
@@ -105,22 +106,27 @@ class Decoding:
         return float(np.median(log.columns()["seconds"][SETTLING:])) * 1000
 
 
-def sweep(engine, points: Sequence[tuple[int, int]], args) -> list[float]:
+def sweep(engine, points: Sequence[tuple[int, int]], args, watch) -> list[float]:
     """Milliseconds of a step at each (rows, context): medians over --passes from large to small."""
+    on_end = ending(watch, "step time", args.passes * len(points))
     rows, longest = (max(column) for column in zip(*points))
     decoding = Decoding(engine, longest, rows)
-    passes = [
-        [decoding.step_ms(*point, args.steps) for point in reversed(points)]
-        for _ in range(args.passes)
-    ]
+    passes = []
+    for _ in range(args.passes):
+        times = []
+        for point in reversed(points):
+            times.append(decoding.step_ms(*point, args.steps))
+            on_end()
+        passes.append(times)
     return [statistics.median(times) for times in zip(*passes)][::-1]
 
 
 # ---- memory -------------------------------------------------------------------------------------
 
 
-async def memory_by_requests(engine: AsyncEngine, args) -> tuple[list[int], list[float]]:
+async def memory_by_requests(engine: AsyncEngine, args, watch) -> tuple[list[int], list[float]]:
     """(requests ended, MiB of this process) some hundred times on the way to --requests."""
+    on_end = ending(watch, "memory", args.requests)
     every, tokens = max(args.requests // 200, 1), engine.core.runner.spec.num_tokens
     draw = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
@@ -133,6 +139,7 @@ async def memory_by_requests(engine: AsyncEngine, args) -> tuple[list[int], list
             async for _ in engine.generate(prompt.tolist(), params):
                 pass
             ended += 1
+            on_end()
             if ended % every == 0:
                 counts.append(ended)
                 mib.append(process.anonymous_bytes() / MIB)
@@ -142,11 +149,11 @@ async def memory_by_requests(engine: AsyncEngine, args) -> tuple[list[int], list
     return counts, mib
 
 
-def grow(parts, args) -> tuple[list[int], list[float]]:
+def grow(parts, args, watch) -> tuple[list[int], list[float]]:
     gc.collect()
     engine = AsyncEngine(parts.core, parts.tokenizer, config=parts.config)
     try:
-        return asyncio.run(memory_by_requests(engine, args))
+        return asyncio.run(memory_by_requests(engine, args, watch))
     finally:
         engine.shutdown()
 
@@ -154,10 +161,10 @@ def grow(parts, args) -> tuple[list[int], list[float]]:
 # ---- the whole ----------------------------------------------------------------------------------
 
 
-def measure(engine, kind: str, args) -> tuple[Sequence[float], list[float], Line]:
-    """(x, y, the line past the knee)."""
+def measure(engine, kind: str, args, watch) -> tuple[Sequence[float], list[float], Line]:
+    """(x, y, the line past the knee). watch(what, done, of how many) follows."""
     if kind == "memory":
-        x, y = grow(engine, args)
+        x, y = grow(engine, args, watch)
         half = len(x) // 2
         return x, y, line_through(x[half:], y[half:])
     if kind == "rows":
@@ -166,7 +173,7 @@ def measure(engine, kind: str, args) -> tuple[Sequence[float], list[float], Line
         longest = engine.config.max_model_len - SETTLING - args.steps - 8
         x = [min(context, longest) for context in args.context]
         points = [(args.context_rows, context) for context in x]
-    y = sweep(engine, points, args)
+    y = sweep(engine, points, args, watch)
     return x, y, line_past_knee(x, y, args.tolerance)
 
 
@@ -243,16 +250,17 @@ def main() -> int:
         model=args.model, tokenizer=args.tokenizer, num_slots=slots, token_budget=max(256, slots),
         kv_memory_gib=args.kv_memory_gib, compile_cache=args.compile_cache,
     )  # fmt: skip
-    engine = start.build(config, clock=time.perf_counter)
-    engine.warm_up()
-    console.print(engine.description, soft_wrap=True, markup=False)
     documents, good = [], True
-    for kind in args.only:
-        x, y, line = measure(engine, kind, args)
-        show(kind, x, y, line, args, console)
-        documents.append(document(engine, kind, x, y, line, args))
-        good &= passed(kind, line, args)
-    record.write(args.output, documents)
+    with Progress() as progress:
+        engine = start.build(config, clock=time.perf_counter, progress=progress)
+        engine.warm_up()
+        console.print(engine.description, soft_wrap=True, markup=False)
+        for kind in args.only:
+            x, y, line = measure(engine, kind, args, progress.part("measure"))
+            show(kind, x, y, line, args, console)
+            documents.append(document(engine, kind, x, y, line, args))
+            good &= passed(kind, line, args)
+            record.write(args.output, documents)  # what there is, should the rest not come
     console.print(f"written to {args.output}; `jaxserve report {args.output}` draws it")
     return 0 if good else 1
 

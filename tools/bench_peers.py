@@ -78,7 +78,7 @@ def figures_of(name: str, records: Sequence[Record]) -> dict:
     summary = metrics.summarise(records)
     if summary["failed"]:
         raise RuntimeError(f"{name}: {summary.get('first_error', 'a request got no token')}")
-    return summary | {"request_columns": record.request_rows(records)}
+    return summary | {"request_columns": metrics.request_rows(records)}
 
 
 def figure(summary: dict, path: Sequence[str]) -> float:
@@ -335,9 +335,10 @@ def documents_of(runs, found, args) -> list[dict]:
     """What `jaxserve report` draws."""
     facts = {"model": {"name": args.model}}
     documents = [
-        record.document("serve", f"{peer}, {name}", seen, **facts)
+        record.document("serve", peer, seen, workload={"workload": name}, **facts)
         for (peer, name), seen in runs.items()
     ]
+    facts["workload"] = {"workload": ONLINE}
     for peer, repeats in found.items():
         for rate in sorted(set().union(*repeats)):
             seen = [by_rate[rate] for by_rate in repeats if rate in by_rate]

@@ -24,7 +24,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxserve import LLM, SamplingParams
 
@@ -139,8 +139,8 @@ def main() -> int:
         counts = [len(case["output_ids"]) for case in cases]
         reference = golden_scores(cases)
     table = Table(
-        "form", "weights", "KV", "activations", "MB", "perplexity", "drift", "log-prob. off: mean",
-        "at most", "alike", "widest flip",
+        Column("form", overflow="fold"), "weights", "KV", "activations", "MB", "perplexity",
+        "drift", "log-prob. off: mean", "at most", "alike", "widest flip",
     )  # fmt: skip
     worst = 0.0
     for form in args.forms:

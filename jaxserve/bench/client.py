@@ -1,17 +1,19 @@
 """A streaming load client for any OpenAI-style server: one connection and one task a request.
 
 Plain asyncio streams, because a client that works hard for each event measures itself. What a
-server sends is read as far as the figures need it: which events bring tokens, and the usage.
+server sends is read as far as the figures need it: which events bring tokens, and the usage. An
+answer counts as served when it says so itself: a stream that breaks off has failed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import orjson
 
@@ -19,29 +21,49 @@ from jaxserve.bench.metrics import Record
 from jaxserve.bench.workload import Item, Workload
 
 _MAX_LINE = 1 << 20
+_ASKING_S = 20.0  # for what a server can say at once
+_DONE = b"[DONE]"
 
 
-class ApiError(Exception):
+class ApiError(ValueError):
     """The server refused, or does not speak the protocol."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Api:
-    """A server and how to ask it. base_url: http(s)://host:port/v1."""
+    """A server and how to ask it. base_url: http(s)://host:port/v1.
+
+    chat asks /chat/completions, where a prompt is a user's message; else /completions, where it is
+    token ids, or with send_text a text. count_tokens counts those of a text, for servers that do
+    not say how many they sent; without it an event counts as one.
+    """
 
     base_url: str
     model: str = ""
     key: str | None = None
     extra: Mapping = dataclasses.field(default_factory=dict)  # joins every request's body
     send_text: bool = False
-    timeout_s: float = 3600.0
+    chat: bool = False
+    timeout_s: float = 3600.0  # of one request
+    count_tokens: Callable[[str], int] | None = None
+
+    def __post_init__(self):
+        url = urllib.parse.urlsplit(self.base_url)
+        if self.base_url and (url.scheme not in ("http", "https") or not url.hostname):
+            raise ValueError(f"--base_url={self.base_url}: give it as http://HOST:PORT/v1")
+
+    @property
+    def path(self) -> str:
+        return "/chat/completions" if self.chat else "/completions"
 
     def body(self, item: Item) -> dict:
-        if self.send_text and item.prompt is None:
-            raise ValueError("--send_text: this workload has no texts; leave the flag out")
+        if self.chat:
+            prompt = {"messages": [{"role": "user", "content": item.prompt}]}
+        else:
+            prompt = {"prompt": item.prompt if self.send_text else list(item.prompt_ids)}
         return {
             "model": self.model,
-            "prompt": item.prompt if self.send_text else list(item.prompt_ids),
+            **prompt,
             "max_tokens": item.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -51,112 +73,188 @@ class Api:
         }
 
 
+async def get(api: Api, path: str) -> dict:
+    """The JSON object at a path below base_url."""
+    async with asyncio.timeout(_ASKING_S), _exchange(api, "GET", path) as reply:
+        data = b"".join([part async for part in reply])
+    answer = orjson.loads(data)
+    if not isinstance(answer, dict):
+        raise ApiError("the answer is no JSON object")
+    return answer
+
+
 async def first_model(api: Api) -> str:
     """Name of the first model the server lists."""
-    async with _exchange(api, "GET", "/models") as reply:
-        data = b"".join([part async for part in reply])
-    return orjson.loads(data)["data"][0]["id"]
+    try:
+        return str((await get(api, "/models"))["data"][0]["id"])
+    except TimeoutError:
+        reason = f"nothing within {_ASKING_S:.0f} s"
+    except (KeyError, IndexError, TypeError):
+        reason = "no list of models"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise ApiError(
+        f"{api.base_url}/models: {reason}; is a server there, and does --base_url end as its paths "
+        "begin (mostly /v1)? --api_model=NAME goes without the list"
+    )
 
 
-async def run(api: Api, workload: Workload, max_concurrency: int | None = None) -> list[Record]:
+async def run(
+    api: Api,
+    workload: Workload,
+    max_concurrency: int | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> list[Record]:
     """Sends the workload as it asks; records in the order of its items. A request that fails is
-    recorded with its error and the rest go on."""
+    recorded with its error and the rest go on. on_end() is called after each."""
     gate = asyncio.Semaphore(max_concurrency or max(len(workload.items), 1))
     ended = {item.id: asyncio.Event() for item in workload.items}
     start = time.perf_counter()
 
-    async def one(item: Item) -> Record:
+    async def one(item: Item) -> _Answer:
         begin = start
         if item.after is not None:
             await ended[item.after].wait()
             begin = time.perf_counter()
         await asyncio.sleep(max(begin + item.arrival - time.perf_counter(), 0.0))
         async with gate:
-            record = await _send(api, item)
+            answer = await _send(api, item)
         ended[item.id].set()
-        return record
+        on_end()
+        return answer
 
-    return list(await asyncio.gather(*map(one, workload.items)))
+    answers = await asyncio.gather(*map(one, workload.items))
+    for answer in answers:
+        answer.count(api.count_tokens)  # only now: it takes time that streams would wait for
+    return [answer.record for answer in answers]
 
 
-async def _send(api: Api, item: Item) -> Record:
+async def _send(api: Api, item: Item) -> _Answer:
     body = orjson.dumps(api.body(item))
     record = Record(item.id, time.perf_counter(), item.max_tokens, len(item.prompt_ids))
+    answer = _Answer(record)
     try:
-        async with (
-            asyncio.timeout(api.timeout_s),
-            _exchange(api, "POST", "/completions", body) as reply,
-        ):
-            async for event in _events(reply):
-                _note(record, event)
-    except (ApiError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+        async with asyncio.timeout(api.timeout_s), _exchange(api, "POST", api.path, body) as reply:
+            async for data in _events(reply):
+                answer.take(data, time.perf_counter())  # before parsing, which is the client's own
+        answer.end(time.perf_counter())
+    except TimeoutError:
+        record.error = f"not done after {api.timeout_s:g} s"
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         record.error = f"{type(error).__name__}: {error}"[:300]
-    return record
+    return answer
 
 
-def _note(record: Record, data: bytes) -> None:
-    """Takes an event in. Its time is taken first: parsing is the client's own."""
-    now = time.perf_counter()
-    event = orjson.loads(data)
-    if event.get("error"):
-        raise ApiError(str(event["error"])[:300])
-    choices = event.get("choices")
-    if choices and (choices[0].get("text") or choices[0].get("token_ids")):
-        record.stamps.append(now)
-        record.output_tokens += 1  # until the usage tells how many there were
-    if usage := event.get("usage"):
-        record.output_tokens = usage["completion_tokens"]
-        record.prompt_tokens = usage["prompt_tokens"]
+class _Answer:
+    """What a stream has told so far, as its request's record."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self._texts: list[str] = []
+        self._is_whole = self._is_counted = False
+
+    def take(self, data: bytes, now: float) -> None:
+        """Notes an event that came at `now`. ApiError when it says that the request failed."""
+        if data == _DONE:
+            self._is_whole = True
+            return
+        event = orjson.loads(data)
+        if event.get("error"):
+            raise ApiError(str(event["error"])[:300])
+        for choice in (event.get("choices") or ())[:1]:
+            text = _text_of(choice)
+            if text or choice.get("token_ids"):
+                self.record.stamps.append(now)
+                self._texts.append(text)
+            self._is_whole |= choice.get("finish_reason") is not None
+        if usage := event.get("usage"):
+            self._note_usage(usage)
+
+    def _note_usage(self, usage: dict) -> None:
+        record = self.record
+        record.output_tokens = int(usage["completion_tokens"])
+        record.prompt_tokens = int(usage["prompt_tokens"])
         details = usage.get("prompt_tokens_details") or {}
         record.cached_tokens = details.get("cached_tokens") or 0
+        self._is_counted = True
+
+    def end(self, now: float) -> None:
+        """Called after the last event. ApiError for an answer that is cut short, or empty."""
+        if not self._is_whole:
+            raise ApiError("the stream broke off before the answer's end")
+        if not self.record.stamps and not self.record.output_tokens:
+            raise ApiError("the answer has no tokens")
+        if not self.record.stamps:  # all of them without a text, as control tokens are
+            self.record.stamps.append(now)
+
+    def count(self, count_tokens: Callable[[str], int] | None) -> None:
+        """Tokens of an answer whose server did not say."""
+        record = self.record
+        if not self._is_counted:
+            record.estimated = True
+            record.output_tokens = len(record.stamps)
+            if count_tokens is not None and record.stamps:
+                record.output_tokens = max(count_tokens("".join(self._texts)), 1)
+
+
+def _text_of(choice: dict) -> str:
+    """New text of a completion's choice, or of a chat's, thinking and all."""
+    delta = choice.get("delta") or choice
+    names = ("text", "content", "reasoning_content", "reasoning")
+    return "".join(delta.get(name) or "" for name in names)
 
 
 # ---- as much HTTP/1.1 as it takes ---------------------------------------------------------------
 
 
-class _exchange:
+@contextlib.asynccontextmanager
+async def _exchange(
+    api: Api, method: str, path: str, body: bytes = b""
+) -> AsyncIterator[AsyncIterator[bytes]]:
     """Sends one request; entering gives its body's parts as they arrive. ApiError for a status that
     is not 200. One connection each: what a keep-alive pool saves is not what is measured here."""
-
-    def __init__(self, api: Api, method: str, path: str, body: bytes = b""):
-        self._url = urllib.parse.urlsplit(api.base_url.rstrip("/") + path)
-        key = f"Authorization: Bearer {api.key}\r\n" if api.key else ""
-        self._head = (
-            f"{method} {self._url.path} HTTP/1.1\r\nHost: {self._url.netloc}\r\n{key}"
-            "Content-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        ).encode()
-        self._body = body
-
-    async def __aenter__(self) -> AsyncIterator[bytes]:
-        secure = self._url.scheme == "https"
-        port = self._url.port or (443 if secure else 80)
-        context = ssl.create_default_context() if secure else None
-        reader, self._writer = await asyncio.open_connection(
-            self._url.hostname, port, ssl=context, limit=_MAX_LINE
-        )
-        self._writer.write(self._head + self._body)
-        status = (await reader.readline()).split()
-        if len(status) < 2 or not status[0].startswith(b"HTTP/"):
-            raise ApiError("not an HTTP server")
-        headers = {}
-        while line := (await reader.readline()).strip():
-            name, _, value = line.partition(b":")
-            headers[name.strip().lower()] = value.strip().lower()
+    url = urllib.parse.urlsplit(api.base_url.rstrip("/") + path)
+    key = f"Authorization: Bearer {api.key}\r\n" if api.key else ""
+    head = (
+        f"{method} {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\n{key}"
+        "Content-Type: application/json\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    secure = url.scheme == "https"
+    port = url.port or (443 if secure else 80)
+    context = ssl.create_default_context() if secure else None
+    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=context, limit=_MAX_LINE)
+    try:
+        writer.write(head + body)
+        status, headers = await _head_of(reader)
         parts = _parts(reader, headers)
-        if status[1] != b"200":
+        if status != b"200":
             text = b"".join([part async for part in parts])
-            raise ApiError(f"{status[1].decode()}: {text.decode(errors='replace')[:300]}")
-        return parts
+            raise ApiError(f"{status.decode()}: {text.decode(errors='replace')[:300]}")
+        yield parts
+    finally:
+        writer.close()
 
-    async def __aexit__(self, *_) -> None:
-        self._writer.close()
+
+async def _head_of(reader: asyncio.StreamReader) -> tuple[bytes, dict[bytes, bytes]]:
+    """Status and headers of an answer, in lower case."""
+    status = (await reader.readline()).split()
+    if len(status) < 2 or not status[0].startswith(b"HTTP/"):
+        raise ApiError("not an HTTP server")
+    headers = {}
+    while line := (await reader.readline()).strip():
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip().lower()
+    return status[1], headers
 
 
 async def _parts(reader: asyncio.StreamReader, headers: dict) -> AsyncIterator[bytes]:
     if headers.get(b"transfer-encoding") == b"chunked":
-        while size := int((await reader.readline()).split(b";")[0], 16):
+        while line := await reader.readline():
+            if not (size := int(line.split(b";")[0], 16)):
+                return
             yield (await reader.readexactly(size + 2))[:-2]
+        raise EOFError("the connection closed in the middle of an answer")
     elif b"content-length" in headers:
         yield await reader.readexactly(int(headers[b"content-length"]))
     else:
@@ -165,13 +263,13 @@ async def _parts(reader: asyncio.StreamReader, headers: dict) -> AsyncIterator[b
 
 
 async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Data of server-sent events, each on one line as OpenAI's servers send it, up to [DONE]."""
+    """Data of server-sent events, each on one line as OpenAI's servers send it, [DONE] the last."""
     rest = b""
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
                 yield data
+                if data == _DONE:
+                    return

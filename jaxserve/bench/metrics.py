@@ -31,6 +31,7 @@ class Record:
     output_tokens: int = 0
     stamps: list[float] = dataclasses.field(default_factory=list)  # events that brought tokens
     error: str | None = None
+    estimated: bool = False  # output_tokens, for want of the server's own word
 
     @property
     def good(self) -> bool:
@@ -83,10 +84,14 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(ms.mean()), **cuts, "max": float(ms.max())}
 
 
-def summarise(records: Sequence[Record], targets: Targets = Targets()) -> dict:
+def summarise(
+    records: Sequence[Record], targets: Targets = Targets(), joules: float | None = None
+) -> dict:
     """Figures of one run. Rates are over the time from the first request sent to the last event.
 
-    A failed request counts in `failed` alone; `short` counts those that ended before their length.
+    A failed request counts in `failed` alone; `short` counts those that ended before their length,
+    `estimated` those whose tokens the server did not count. Goodput needs a target, and
+    joules_per_token the joules used meanwhile.
     """
     good = [record for record in records if record.good]
     result = {"requests": len(records), "failed": len(records) - len(good)}
@@ -99,8 +104,13 @@ def summarise(records: Sequence[Record], targets: Targets = Targets()) -> dict:
     output = sum(r.output_tokens for r in good)
     prompt = sum(r.prompt_tokens for r in good)
     tpots = [r.tpot for r in good if r.tpot is not None]
+    if targets != Targets():
+        result["goodput_per_s"] = sum(map(targets.met_by, good)) / seconds
+    if joules is not None:
+        result["joules_per_token"] = joules / max(output, 1)
     return result | {
         "short": sum(r.output_tokens < r.wanted for r in good),
+        "estimated": sum(r.estimated for r in good),
         "seconds": seconds,
         "prompt_tokens": prompt,
         "output_tokens": output,
@@ -108,7 +118,6 @@ def summarise(records: Sequence[Record], targets: Targets = Targets()) -> dict:
         "requests_per_s": len(good) / seconds,
         "output_tokens_per_s": output / seconds,
         "total_tokens_per_s": (output + prompt) / seconds,
-        "goodput_per_s": sum(map(targets.met_by, good)) / seconds,
         "decode_tokens_per_s": 1 / statistics.median(tpots) if tpots and min(tpots) > 0 else None,
         "ttft_ms": spread([r.ttft for r in good]),
         "tpot_ms": spread(tpots),
@@ -117,13 +126,31 @@ def summarise(records: Sequence[Record], targets: Targets = Targets()) -> dict:
     }
 
 
+def request_rows(records: Sequence[Record]) -> dict[str, list]:
+    """Records by column, in seconds from the first one sent: enough for every plot."""
+    origin = min((r.sent for r in records), default=0.0)
+    good = [r for r in records if r.good]
+    return {
+        "sent": [round(r.sent - origin, 6) for r in good],
+        "ttft": [round(r.ttft, 6) for r in good],
+        "e2e": [round(r.e2e, 6) for r in good],
+        "prompt_tokens": [r.prompt_tokens for r in good],
+        "output_tokens": [r.output_tokens for r in good],
+        "gaps": [round(gap, 6) for r in good for gap in r.gaps],
+    }
+
+
+_ADDED_UP = ("failed", "short", "estimated")  # a median could hide them
+
+
 def median_of(runs: Sequence[dict]) -> dict:
-    """Number by number, the median over runs; what is not a number in all of them is left out."""
+    """Number by number, the median over runs, or for what went wrong the sum; what is not a number
+    in all of them is left out."""
     merged = {}
     for name in runs[0]:
         values = [run.get(name) for run in runs]
         if all(isinstance(value, dict) for value in values):
             merged[name] = median_of(values)
         elif all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
-            merged[name] = statistics.median(values)
+            merged[name] = sum(values) if name in _ADDED_UP else statistics.median(values)
     return merged

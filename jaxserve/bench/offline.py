@@ -11,14 +11,15 @@ import heapq
 import time
 from collections.abc import Callable
 
-from jaxserve.bench import record
-from jaxserve.bench.metrics import Record, Targets, summarise
+from jaxserve.bench.energy import Meter
+from jaxserve.bench.metrics import Record, Targets, request_rows, summarise
 from jaxserve.bench.settings import BenchConfig
 from jaxserve.bench.steps import StepLog
 from jaxserve.bench.workload import Item, Workload
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
+from jaxserve.progress import ending
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import Request, SamplingParams
 
@@ -36,9 +37,14 @@ def fresh_core(engine, scheduling: SchedulerConfig | None = None, **changes) -> 
 
 
 def run(
-    core: EngineCore, workload: Workload, *, sleep: Callable[[float], None] = time.sleep
+    core: EngineCore,
+    workload: Workload,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    on_end: Callable[[], None] = lambda: None,
 ) -> tuple[list[Record], StepLog]:
-    """Serves the workload to its end; records in the order of its items, and every step."""
+    """Serves the workload to its end; records in the order of its items, and every step. on_end()
+    is called after each request."""
     log = StepLog(core)
     core.observers.append(log)
     agenda = _Agenda(workload, core.clock())
@@ -51,7 +57,8 @@ def run(
             core.add(_request(item, core.clock()))
         if core.has_work:
             outputs = core.step()
-            _note(outputs, core.clock(), records, agenda)
+            for _ in range(_note(outputs, core.clock(), records, agenda)):
+                on_end()
         elif agenda.is_open:
             sleep(max(agenda.next_time - core.clock(), 0.0))
     core.observers.remove(log)
@@ -63,7 +70,9 @@ def _request(item: Item, now: float) -> Request:
     return Request(item.id, item.prompt_ids, params, arrival=now)
 
 
-def _note(outputs, now: float, records: dict[str, Record], agenda: _Agenda) -> None:
+def _note(outputs, now: float, records: dict[str, Record], agenda: _Agenda) -> int:
+    """Takes a step's outputs in; how many requests they ended."""
+    ended = 0
     for request_id, delta in outputs:
         record = records[request_id]
         if delta.token_ids:
@@ -73,6 +82,8 @@ def _note(outputs, now: float, records: dict[str, Record], agenda: _Agenda) -> N
         if delta.finish_reason is not None:
             record.error = None if delta.error is None else str(delta.error)
             agenda.ended(request_id, now)
+            ended += 1
+    return ended
 
 
 class _Agenda:
@@ -106,22 +117,29 @@ class _Agenda:
 
 
 def measure(
-    engine, scheduling: SchedulerConfig, workload: Workload, bench: BenchConfig, policies
+    engine,
+    scheduling: SchedulerConfig,
+    workload: Workload,
+    bench: BenchConfig,
+    policies,
+    meter: Meter,
+    watch: Callable[[str, int, int], None] = lambda *_: None,
 ) -> dict[str, list[dict]]:
     """Summaries of --repeats runs of each batching policy, taking turns so that a machine that
-    slows down slows all of them."""
+    slows down slows all of them. watch(which run, requests ended, of how many) follows them."""
     warm_up = dataclasses.replace(workload, items=_first(workload, bench.warmup))
     run(fresh_core(engine, scheduling), warm_up)
     runs = {policy: [] for policy in policies}
-    for _ in range(bench.repeats):
+    for number in range(bench.repeats):
         for policy, summaries in runs.items():
+            run_name = f"{policy}, run {number + 1} of {bench.repeats}"
+            on_end = ending(watch, run_name, len(workload.items))
             core = fresh_core(engine, scheduling, batching=policy)
-            joules = record.joules()
-            records, log = run(core, workload)
-            summary = summarise(records, Targets.of(bench)) | log.summary()
-            if joules is not None and (used := record.joules() - joules) > 0:
-                summary["joules_per_token"] = used / max(summary["output_tokens"], 1)
-            summary["request_columns"] = record.request_rows(records)
+            joules = meter.read()
+            records, log = run(core, workload, on_end=on_end)
+            used = meter.since(joules)
+            summary = summarise(records, Targets.of(bench), joules=used) | log.summary()
+            summary["request_columns"] = request_rows(records)
             summary["step_columns"] = log.columns()
             summaries.append(summary)
     return runs

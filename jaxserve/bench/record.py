@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 import orjson
 
-from jaxserve.bench.metrics import Record, median_of
+from jaxserve.bench.metrics import median_of
 from jaxserve.obs import manifest
-
-_ENERGY = pathlib.Path("/sys/class/powercap/intel-rapl:0/energy_uj")
 
 
 def document(kind: str, label: str, runs: Sequence[dict], **facts) -> dict:
@@ -50,26 +48,21 @@ def read(path: str | pathlib.Path) -> list[dict]:
     raise ValueError(f"{path}: not a file that `jaxserve bench` wrote")
 
 
-def request_rows(records: Sequence[Record]) -> dict[str, list]:
-    """Records by column, in seconds from the first one sent: enough for every plot."""
-    origin = min((r.sent for r in records), default=0.0)
-    good = [r for r in records if r.good]
+def by_workload(documents: Sequence[dict]) -> dict[str, list[dict]]:
+    """Documents that asked for the same, by a title of it; those that asked for nothing are left
+    out. Only figures of the same workload compare."""
+    groups: dict[str, dict[str, list[dict]]] = {}
+    for document in documents:
+        if document["kind"] in ("growth", "startup"):
+            continue
+        asked = document.get("workload", {})
+        variants = groups.setdefault(pathlib.Path(asked.get("workload") or "workload").stem, {})
+        variants.setdefault(repr(sorted(asked.items())), []).append(document)
     return {
-        "sent": [round(r.sent - origin, 6) for r in good],
-        "ttft": [round(r.ttft, 6) for r in good],
-        "e2e": [round(r.e2e, 6) for r in good],
-        "prompt_tokens": [r.prompt_tokens for r in good],
-        "output_tokens": [r.output_tokens for r in good],
-        "gaps": [round(gap, 6) for r in good for gap in r.gaps],
+        name if len(variants) == 1 else f"{name} {number}": group
+        for name, variants in groups.items()
+        for number, group in enumerate(variants.values(), 1)
     }
-
-
-def joules() -> float | None:
-    """Energy the processor has used, where the system lets us read it. Wraps, rarely."""
-    try:
-        return int(_ENERGY.read_text()) / 1e6
-    except (OSError, ValueError):
-        return None
 
 
 def engine_facts(engine) -> dict:

@@ -9,19 +9,30 @@ import pathlib
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 
 from jaxserve.bench import process
 from jaxserve.config import EngineConfig, SchedulerConfig
 
 
-def run(engine_config: EngineConfig, scheduling: SchedulerConfig, repeats: int) -> list[dict]:
-    """Seconds of a cold and a warm start, `repeats` times, each on a cache folder of its own."""
+def run(
+    engine_config: EngineConfig,
+    scheduling: SchedulerConfig,
+    repeats: int,
+    watch: Callable[[str, int, int], None] = lambda *_: None,
+) -> list[dict]:
+    """Seconds of a cold and a warm start, `repeats` times, each on a cache folder of its own.
+    watch(which start, starts done, of how many) follows them."""
     flags = process.flags_of(engine_config, scheduling)
     runs = []
-    for _ in range(repeats):
+    for number in range(repeats):
+        run = {}
         with tempfile.TemporaryDirectory() as folder:
-            seconds = [first_token(flags, pathlib.Path(folder)) for _ in ("cold", "warm")]
-        runs.append({"cold_s": seconds[0], "warm_s": seconds[1]})
+            for kind in ("cold", "warm"):
+                watch(f"{kind} start", 2 * number + len(run), 2 * repeats)
+                run[f"{kind}_s"] = first_token(flags, pathlib.Path(folder))
+        runs.append(run)
+    watch("", 2 * repeats, 2 * repeats)
     return runs
 
 

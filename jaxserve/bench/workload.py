@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.bench.settings import WorkloadConfig
 from jaxserve.sim import workload as sim_workload
-from jaxserve.sim.workload import BLOCK_TOKENS, TRACES, Arrival
+from jaxserve.sim.workload import BLOCK_TOKENS, Arrival
 
 _WORD = re.compile(r" [a-z]{3,9}")
 _MAX_WORDS = 4000  # small ids are common words; stay with them
@@ -44,26 +44,51 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
+    """cut: how many of the requests were longer and lost a part to fit the model's length."""
+
     name: str
     items: tuple[Item, ...]
+    cut: int = 0
 
     def __str__(self) -> str:
         prompts = sum(len(item.prompt_ids) for item in self.items)
         outputs = sum(item.max_tokens for item in self.items)
-        return f"{self.name}: {len(self.items)} requests, {prompts} tokens in, {outputs} out"
+        last = max((item.arrival for item in self.items if item.after is None), default=0.0)
+        when = f", arriving over {last:,.0f} s" if last >= 1 else ""
+        cut = f"; {self.cut:,} cut to the model's length" if self.cut else ""
+        return (
+            f"{self.name}: {len(self.items):,} requests, {prompts:,} tokens in, {outputs:,} out"
+            f"{when}{cut}"
+        )
+
+
+def check(config: WorkloadConfig) -> None:
+    """ValueError for a workload that is neither known by its name nor a file."""
+    if config.workload in (*_MADE, *_SIMULATED):
+        return
+    path = _path(config)
+    if path.suffix not in (".csv", ".json", ".jsonl"):
+        raise ValueError(
+            f"--workload={config.workload}: choose one of {', '.join((*_MADE, *_SIMULATED))}, or "
+            "give the path of a .csv, .json or .jsonl file"
+        )
+    if not path.is_file():
+        raise ValueError(f"--workload={config.workload}: there is no such file")
 
 
 def make(config: WorkloadConfig, tokenizer, max_len: int) -> Workload:
     """The workload of these settings. max_len: tokens a sequence can have; longer ones of a trace
     are cut. ValueError for an unknown name, a file that does not read, a request that is too long.
     """
-    path = pathlib.Path(config.workload).expanduser()
+    check(config)
+    cut = 0
     if config.workload in _MADE:
         name, items = config.workload, _MADE[config.workload](config, Words(config, tokenizer))
-    elif path.suffix in (".json", ".jsonl") and path.name not in TRACES.values():
-        name, items = _of_file(path, config, tokenizer)
+    elif config.workload in _SIMULATED or _is_trace(_path(config)):
+        name = _path(config).stem
+        items, cut = _of_arrivals(config, Words(config, tokenizer), max_len)
     else:
-        name, items = path.stem, _of_arrivals(config, path, Words(config, tokenizer), max_len)
+        name, items = _of_file(_path(config), config, tokenizer)
     if config.request_rate is not None:
         items = at_times(items, arrivals(len(items), config))
     for item in items:
@@ -72,7 +97,11 @@ def make(config: WorkloadConfig, tokenizer, max_len: int) -> Workload:
                 f"{item.id} of {name} has {size} tokens and the model length is {max_len}: ask for "
                 "shorter ones, or raise --max_model_len"
             )
-    return Workload(name, tuple(items))
+    return Workload(name, tuple(items), cut)
+
+
+def _path(config: WorkloadConfig) -> pathlib.Path:
+    return pathlib.Path(config.workload).expanduser()
 
 
 def arrivals(count: int, config: WorkloadConfig) -> list[float]:
@@ -162,18 +191,37 @@ _MADE = {"random": _random, "prefix": _prefix, "sessions": _sessions}
 # ---- the simulator's, and files -----------------------------------------------------------------
 
 
-def _of_arrivals(config: WorkloadConfig, path: pathlib.Path, words: Words, max_len) -> list[Item]:
-    """Of a trace file by its path, or of a workload that the simulator knows by name."""
-    trace = {file: name for name, file in TRACES.items()}.get(path.name)
-    found = sim_workload.workload(
-        trace or config.workload,
-        traces=path.parent,
-        rate=config.request_rate or 1.0,
-        count=config.num_requests or _COUNT,
-        seed=config.seed,
-    )
-    found = itertools.islice(found, config.num_requests)
-    return [_of_arrival(number, arrival, words, max_len) for number, arrival in enumerate(found)]
+_SIMULATED = ("skewed", "poisson")
+
+
+def _is_trace(path: pathlib.Path) -> bool:
+    """Whether a file holds lengths, not prompts."""
+    if path.suffix == ".jsonl":
+        with path.open() as lines:
+            return '"input_tokens"' in next(lines, "")
+    return path.suffix == ".csv"
+
+
+def _of_arrivals(config: WorkloadConfig, words: Words, max_len) -> tuple[list[Item], int]:
+    """Of a trace, or of a workload that the simulator knows by name; and how many it cut."""
+    if config.workload in _SIMULATED:
+        found = sim_workload.workload(
+            config.workload,
+            traces=pathlib.Path(),
+            rate=config.request_rate or 1.0,
+            count=config.num_requests or _COUNT,
+            seed=config.seed,
+        )
+    else:
+        found = sim_workload.read_file(_path(config))
+    try:
+        found = list(itertools.islice(found, config.num_requests))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{config.workload}: not a trace: {error!r}") from error
+    items = [_of_arrival(number, arrival, words, max_len) for number, arrival in enumerate(found)]
+    whole = ((arrival.prompt, arrival.output) for arrival in found)
+    cut = sum((len(i.prompt_ids), i.max_tokens) != sizes for i, sizes in zip(items, whole))
+    return items, cut
 
 
 def _of_arrival(number: int, arrival: Arrival, words: Words, max_len: int) -> Item:
@@ -192,7 +240,7 @@ def _of_file(path: pathlib.Path, config: WorkloadConfig, tokenizer) -> tuple[str
         else:
             lines = path.read_text().splitlines()
             name, rows = path.stem, [json.loads(line) for line in lines if line.strip()]
-        return name, [
+        items = [
             Item(
                 str(row.get("id", f"{name}-{number}")),
                 tuple(row.get("prompt_ids") or tokenizer.encode(row["prompt"])),
@@ -202,5 +250,10 @@ def _of_file(path: pathlib.Path, config: WorkloadConfig, tokenizer) -> tuple[str
             )
             for number, row in enumerate(rows[: config.num_requests])
         ]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a file of requests: {error!r}") from error
+    if len({item.id for item in items}) < max(len(items), 1):
+        raise ValueError(f"{path}: no requests, or two of the same id")
+    if min(item.max_tokens for item in items) < 1:
+        raise ValueError(f"{path}: max_tokens must be at least 1")
+    return name, items

@@ -24,7 +24,6 @@ from jaxserve.engine.runner import Runner, RunnerShape
 from jaxserve.engine.step import StepSpec
 from jaxserve.models.sources import default_cache_dir
 from jaxserve.obs import manifest
-from jaxserve.obs.decision_log import RecordingScheduler
 from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.scheduler import Scheduler
@@ -139,6 +138,8 @@ def build(
         },
     )
     if config.decision_log is not None:
+        from jaxserve.obs.decision_log import RecordingScheduler  # few runs want it, and its parts
+
         scheduler = RecordingScheduler(scheduler, pathlib.Path(config.decision_log), made_of)
     output = OutputStage(text, loaded.config.vocab_size)
     core = EngineCore(scheduler, runner, output, clock, pipelined=config.pipelined)

@@ -54,12 +54,17 @@ TRACES = {
 
 def read_trace(name: str, folder: pathlib.Path) -> Iterator[Arrival]:
     """The arrivals of a trace file in `folder`. Raises ValueError when it is not there."""
-    path = _trace_file(name, folder)
+    yield from read_file(_trace_file(name, folder))
+
+
+def read_file(path: pathlib.Path) -> Iterator[Arrival]:
+    """The arrivals of a .csv with a header, or of a .jsonl: input_tokens and output_tokens, and
+    where there are any arrival_s, session and hash_ids. KeyError for a line without the first two.
+    """
     with path.open(newline="") as lines:
-        records = map(json.loads, lines) if path.suffix == ".jsonl" else csv.DictReader(lines)
-        for record in records:
+        for record in map(json.loads, lines) if path.suffix == ".jsonl" else csv.DictReader(lines):
             yield Arrival(
-                time=float(record["arrival_s"]),
+                time=float(record.get("arrival_s", 0.0)),
                 prompt=max(1, int(record["input_tokens"])),
                 output=max(1, int(record["output_tokens"])),
                 tenant=record.get("session") or "",

@@ -1,6 +1,7 @@
 """The load client against a server that answers from a script, over real sockets."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -94,11 +95,103 @@ def test_events_in_any_framing(reply):
         (b"SSH-2.0\r\n\r\n", "not an HTTP server"),
         (b"HTTP/1.1 200 OK\r\n\r\ndata: {broken\n\n", "JSONDecodeError"),
         (chunked(stream_of(EVENTS), 50)[:90], "IncompleteReadError"),
+        (chunked(stream_of(EVENTS[:2]), 5)[: 47 + 50], "closed in the middle"),  # between chunks
+        (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[:2])[:-14], "broke off"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[2:3]), "no tokens"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of([*EVENTS[:3], {"usage": {"x": 1}}]), "KeyError"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of([["x"]]), "AttributeError"),
     ],
 )
 def test_failures_are_recorded(reply, error):
     records, _ = served(reply, lambda api: client.run(api, Workload("w", ITEMS[:1])))
     assert not records[0].good and error in records[0].error
+
+
+def test_end_without_done_is_an_end():
+    """Some servers only say why they stopped."""
+    reply = b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[:3])[: -len(b"data: [DONE]\n\n")]
+    (record,), _ = served(reply, lambda api: client.run(api, Workload("w", ITEMS[:1])))
+    assert record.good and record.output_tokens == 2
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(None, 2), (len, 3)])
+def test_tokens_that_no_usage_counts(count, tokens):
+    """Two events bring "x" and "yz": counted as two, or by what counts their text."""
+    reply = b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[:3])
+
+    def work(api):
+        api = dataclasses.replace(api, count_tokens=count)
+        return client.run(api, Workload("w", ITEMS[:1]))
+
+    (record,), _ = served(reply, work)
+    assert record.good and record.estimated and record.output_tokens == tokens
+
+
+def test_tokens_without_text_are_served():
+    reply = b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[2:])
+    (record,), _ = served(reply, lambda api: client.run(api, Workload("w", ITEMS[:1])))
+    assert record.good and len(record.stamps) == 1 and not record.estimated
+
+
+def test_chat():
+    deltas = ({"role": "assistant", "content": ""}, {"reasoning_content": "x"}, {"content": "yz"})
+    chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    reply = b"HTTP/1.1 200 OK\r\n\r\n" + stream_of([*chunks, *EVENTS[2:]])
+    item = dataclasses.replace(ITEMS[0], prompt="a b")
+
+    def work(api):
+        return client.run(dataclasses.replace(api, chat=True), Workload("w", (item,)))
+
+    (record,), ((head, body),) = served(reply, work)
+    assert record.good and len(record.stamps) == 2  # the role is no token
+    assert head.startswith("POST /v1/chat/completions ")
+    assert body["messages"] == [{"role": "user", "content": "a b"}] and "prompt" not in body
+
+
+def test_silence_is_a_failure():
+    async def main():
+        gone = asyncio.Event()
+
+        async def answer(reader, writer):
+            await gone.wait()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            api = Api(f"http://127.0.0.1:{port}/v1", "m", timeout_s=0.05)
+            records = await client.run(api, Workload("w", ITEMS))
+            gone.set()
+            return records
+
+    records = asyncio.run(main())
+    assert [record.error for record in records] == ["not done after 0.05 s"] * 3
+
+
+def test_each_end_is_told():
+    ends = []
+    told = lambda api: client.run(api, Workload("w", ITEMS), None, lambda: ends.append(1))
+    served(PLAIN, told)
+    assert len(ends) == 3
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1"])
+def test_addresses_are_checked(url):
+    with pytest.raises(ValueError, match="--base_url"):
+        Api(url)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "no list of models"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[]", "no JSON object"),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno", "404: no"),
+        (b"SSH-2.0\r\n\r\n", "not an HTTP server"),
+    ],
+)
+def test_servers_without_a_model_list(reply, reason):
+    with pytest.raises(ValueError, match=rf"/v1/models: .*{reason}.*--api_model"):
+        served(reply, client.first_model)
 
 
 def test_first_model():

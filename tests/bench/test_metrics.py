@@ -58,6 +58,9 @@ def test_summary_of_a_run():
     assert result["itl_ms"]["mean"] == pytest.approx((1000 + 1000 + 2000) / 3)
     assert result["e2e_ms"]["max"] == pytest.approx(3000.0)
     assert result["decode_tokens_per_s"] == pytest.approx(1 / 1.5)
+    plain = summarise(records, joules=12.5)
+    assert plain["joules_per_token"] == pytest.approx(2.5)
+    assert "goodput_per_s" not in plain and "joules_per_token" not in result
 
 
 def test_targets_bind_one_by_one():
@@ -78,4 +81,5 @@ def test_median_of_runs():
     runs = [{"a": 1.0, "b": {"c": 5}, "label": "x", "d": None}] * 2
     runs.append({"a": 9.0, "b": {"c": 7}, "label": "y", "d": 4.0})
     assert median_of(runs) == {"a": 1.0, "b": {"c": 5}}
+    assert median_of([{"failed": 0}, {"failed": 2}, {"failed": 0}]) == {"failed": 2}
     assert not any(isinstance(v, float) and math.isnan(v) for v in median_of(runs).values())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import process, record, report, settings
-from jaxserve.bench.metrics import Record, summarise
+from jaxserve.bench.metrics import Record, request_rows, summarise
 from jaxserve.config import EngineConfig, SchedulerConfig
 
 RECORDS = [
@@ -18,7 +18,7 @@ STEPS = {
 
 
 def documents():
-    run = summarise(RECORDS) | {"request_columns": record.request_rows(RECORDS)}
+    run = summarise(RECORDS) | {"request_columns": request_rows(RECORDS)}
     sweep = [record.document("sweep", "<b>server</b>", [run], rate=rate) for rate in (0.5, 1.0)]
     stepped = run | {"step_columns": STEPS, "occupancy_queued": 0.97}
     starts = [{"cold_s": 20.0, "warm_s": 5.0}, {"cold_s": 22.0, "warm_s": 6.0}]
@@ -69,6 +69,37 @@ def test_report_is_one_page_that_needs_nothing_else(tmp_path):
     assert text.count("src='data:image/png;base64,") == len(names)
     assert "http" not in text.replace("http-equiv", "")
     assert "<b>server" not in text and "&lt;b&gt;server" in text
+
+
+def test_workloads_are_not_compared_with_each_other(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = summarise(RECORDS) | {"request_columns": request_rows(RECORDS)}
+    asked = ({"workload": "random"}, {"workload": "a/w2.json"}, {"workload": "random", "seed": 8})
+    for name, workloads in (("one", asked), ("two", asked[:1])):
+        made = [record.document("serve", "a server", [run], workload=w) for w in workloads]
+        record.write(tmp_path / f"{name}.json", made)
+    sources = [str(tmp_path / f"{name}.json") for name in ("one", "two")]
+    found = record.by_workload(report.read_all(sources))
+    labels = {title: [document["label"] for document in group] for title, group in found.items()}
+    assert labels == {
+        "random 1": ["one: a server", "two: a server"],
+        "random 2": ["one: a server"],
+        "w2": ["one: a server"],
+    }
+    page = report.write(sources, tmp_path / "out").read_text()
+    assert [page.count(f"<h2>{title}</h2>") for title in labels] == [1, 1, 1]
+    assert (tmp_path / "out" / "latency-random-2.png").exists()
+
+
+def test_lines_over_time_fall_to_nothing_between_steps():
+    plots = pytest.importorskip("jaxserve.bench.plots")
+    steps = {
+        "end": np.array([1.0, 2.0, 9.0]), "seconds": np.array([1.0, 1.0, 1.0]),
+        "rows": np.array([3.0, 2.0, 4.0]),
+    }  # fmt: skip
+    x, y = plots._over_time(steps, "rows")
+    assert x.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2, 8, 8, 9]
+    assert y.tolist() == [0, 0, 3, 3, 3, 3, 2, 2, 0, 0, 4, 4]
 
 
 def test_flags_name_what_is_not_default():

@@ -95,6 +95,38 @@ def test_trace_blocks_become_shared_prefixes(tmp_path):
     assert first.prompt_ids[512:700] != second.prompt_ids[512:]
 
 
+def test_any_file_of_lengths_is_a_trace(tmp_path):
+    """Without arrivals all come at once; what is too long is cut, and counted."""
+    path = tmp_path / "mine.csv"
+    path.write_text("input_tokens,output_tokens\n30,5\n900,7\n20,600\n")
+    found = made(path, max_len=500)
+    assert [(len(i.prompt_ids), i.max_tokens) for i in found.items] == [
+        (30, 5),
+        (493, 7),
+        (20, 250),
+    ]
+    assert found.cut == 2 and str(found) == (
+        "mine: 3 requests, 543 tokens in, 262 out; 2 cut to the model's length"
+    )
+    assert len(made(path, max_len=2000, num_requests=1).items) == 1
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="not a trace"):
+        made(path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "azure_llm_2023_conv.csv", "azure_llm_2023_code.csv", "mooncake_conversation.jsonl",
+        "mooncake_synthetic.jsonl", "burstgpt3_head145_sessions.csv",
+        "aibrix_sharegpt_8min_lengths.csv", "arxiv_summarization_lengths.csv",
+    ],
+)  # fmt: skip
+def test_published_traces(shared, file):
+    found = made(shared / "traces" / file, num_requests=5)
+    assert len(found.items) == 5 and all(item.prompt_ids for item in found.items)
+
+
 def test_files_of_requests(tmp_path):
     rows = [
         {"prompt": "a bb ccc", "max_tokens": 4, "arrival_s": 1.5},
@@ -110,16 +142,28 @@ def test_files_of_requests(tmp_path):
     assert made(document, output_len=9).name == "w2" and len(made(document).items) == 2
 
 
-@pytest.mark.parametrize("text", ["{", '{"requests": 3}', '{"requests": [{"max_tokens": 1}]}'])
-def test_broken_files_are_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not a file of requests"),
+        ('{"requests": 3}', "not a file of requests"),
+        ('{"requests": [{"max_tokens": 1}]}', "not a file of requests"),
+        ('{"requests": []}', "no requests"),
+        ('{"requests": [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}]}', "the same id"),
+        ('{"requests": [{"prompt": "a", "max_tokens": 0}]}', "at least 1"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, text, reason):
     path = tmp_path / "w.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="not a file of requests"):
+    with pytest.raises(ValueError, match=reason):
         made(path)
 
 
 def test_refusals_say_what_to_do():
     with pytest.raises(ValueError, match="skewed"):
         made("nothing_of_the_kind")
+    with pytest.raises(ValueError, match="no such file"):
+        made("nowhere.jsonl")
     with pytest.raises(ValueError, match="--max_model_len"):
         made("prefix", max_len=128)
