@@ -74,8 +74,9 @@ class ChunkBudget:
         return tokens * self._fit()[1] if self._sums[0] else 0.0
 
     def tokens(self, num_decode: int) -> int:
-        """Tokens of a step that has num_decode decoding rows, those included."""
-        if self.target_s is None or not self._sums[0]:
+        """Tokens of a step that has num_decode decoding rows, those included. Without any, nobody
+        waits for a next token."""
+        if self.target_s is None or not num_decode or not self._sums[0]:
             return self.most
         overhead, cost = self._fit()
         fits = int((self.target_s - overhead) / cost) if cost > 0 else self.most

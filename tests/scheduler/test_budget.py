@@ -53,6 +53,7 @@ def test_budget_follows_the_cost_of_steps():
     assert budget.tokens(10) == pytest.approx(160, abs=1)
     assert budget.predict(200) == pytest.approx(0.024)
     assert budget.tokens(155) == 155 + MIN_CHUNK  # prompts advance however tight it is
+    assert budget.tokens(0) == 1000  # no stream waits
     for _ in range(200):  # the machine got twice as slow
         for tokens in (10, 100):
             budget.observe(tokens, 0.008 + 2e-4 * tokens)
