@@ -7,8 +7,8 @@
     python tools/bench_attention.py --table                  what is kept, beside other kernels
 
 The second form compiles the decode kernel for 64 rows and counts the final bundles of its steady
-loop, one KV block with its DMAs: a bundle is a cycle at best. Beside it stands what HBM allows: a
-kernel whose bundles stay under the cycles that its bytes take is bound by memory.
+loop, two KV blocks with their DMAs: a bundle is a cycle at best. Beside it stands what HBM allows:
+a kernel whose bundles stay under the cycles that its bytes take is bound by memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import schedule
 # HBM bytes a second (published) and Hz (from published matrix rates) of one core; 7x has two.
 CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9), "7x": (3685e9, 1.9e9)}
 ROWS, MAX_LEN = 64, 8192
-BLOCKS = (128, 256, 512)  # KV tokens that tuning tries
+BLOCKS = (128, 256, 512, 1024, 1536, 2048)  # KV tokens that tuning tries
+BLOCKS_A_TURN = 2  # of the decode loop: one from each buffer
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TUNED = ROOT / "pallas_kernels" / "tuned"
 OTHERS = {
@@ -45,9 +46,9 @@ FOLDERS = {"v5e": "tpu_v5_lite", "v6e": "tpu_v6_lite", "7x": "tpu7x"}
 class Decode:
     """The decode loop of one compiled kernel."""
 
-    block: int  # KV tokens an iteration
+    block: int  # KV tokens
     loop: schedule.Loop
-    split: list[schedule.Loop]  # inside it: the loop that splits float32 blocks, or nothing
+    split: list[schedule.Loop]  # inside it: the loops that split float32 blocks, or nothing
 
     @property
     def per_token(self) -> float:
@@ -55,7 +56,7 @@ class Decode:
 
         more_turns = self.block // SPLIT_TOKENS - 1
         bundles = self.loop.bundles + sum(more_turns * loop.bundles for loop in self.split)
-        return round(bundles / self.block, 2)
+        return round(bundles / (BLOCKS_A_TURN * self.block), 2)
 
     @property
     def stays_in_registers(self) -> bool:
@@ -101,17 +102,24 @@ def measure_decode(target, folder, name, page_size, kv_dtype, block_tokens) -> D
     (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
     loop = schedule.decode_loop(loops)
     split = schedule.inside(loops, loop)
-    assert len(split) == (kv_dtype == "float32"), "bundles would count a loop's turns once"
+    expected = BLOCKS_A_TURN if kv_dtype == "float32" else 0
+    assert len(split) == expected, "bundles would count a loop's turns once"
     return Decode(block, loop, split)
 
 
 def tuned(measure, page_size) -> Decode:
-    """The smallest block within 3 % of the best: short rows waste less of it."""
+    """The smallest block within 3 % of the best, tried up to the first that is no better."""
     least = math.lcm(page_size, 128)
-    tried = [measure(block) for block in BLOCKS if block % least == 0]
-    tried = [decode for decode in tried if decode.stays_in_registers] or tried
-    best = min(decode.per_token for decode in tried)
-    return next(decode for decode in tried if decode.per_token <= 1.03 * best)
+    tried = []
+    for block in (block for block in BLOCKS if block % least == 0):
+        tried.append(measure(block))
+        if not tried[-1].stays_in_registers or block > tried[-1].block:  # a window's limit
+            break
+        if len(tried) > 1 and tried[-1].per_token >= tried[-2].per_token:
+            break
+    good = [decode for decode in tried if decode.stays_in_registers] or tried
+    best = min(decode.per_token for decode in good)
+    return next(decode for decode in good if decode.per_token <= 1.03 * best)
 
 
 def keep(target, topology, name, page_size, kv_dtype, decode: Decode):
