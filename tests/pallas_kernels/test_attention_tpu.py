@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 # Blocks of 128: the second row has two whole blocks and a part, the third a chunk in two tiles.
 ROWS = shapes.BatchShape("rows", ((1, 33), (1, 300), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)
-# Blocks of 256 in spans of 128: a pair from buffer 1, one in each tile of a chunk; one span, or two.
+# Blocks of 256 in spans of 128: from buffer 1 a pair, in a chunk's tiles one each.
 LONG_ROWS = shapes.BatchShape("long rows", ((1, 200), (1, 1100), (20, 1000)))
 SPANS = {"block_tokens": 256, "span_tokens": 128}
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
