@@ -5,9 +5,8 @@ A grid step is one tile: a few tokens of one row, all heads. Three things happen
 1. The first tile writes the step's new K and V. Pages change in groups of as many tokens as one
    memory tile holds (16 in bfloat16): fetch the group, put the new tokens in, send it back.
 2. Each tile walks the pages that it sees, a block at a time, through two VMEM buffers: while one is
-   computed on, DMAs fill the other with the next block, or with the next tile's first. Blocks of
-   which all is seen go in pairs, one from each buffer; the others are computed span by span, as
-   far as a row fills them.
+   computed on, DMAs fill the other with the next block, or with the next tile's first. Whole blocks
+   are computed one or two a turn; what a row may not fill goes span by span, as far as it does.
 3. Softmax runs online, in base 2, on float32 scores. The matrix unit multiplies bfloat16: what
    becomes of other numbers is in tpu_numbers.py.
 
@@ -56,6 +55,7 @@ class Plan:
     pages_per_row: int
     block_pages: int
     span_pages: int  # of a block, when it may not be filled; divides block_pages
+    turn_blocks: int  # 1 or 2 whole blocks in a turn of the steady loop
     tile_tokens: int
     group_tokens: int
     set_rows: int  # rows of one token in a set
@@ -146,22 +146,25 @@ def kernel(*refs, plan: Plan, sinks: bool):
 
     parity = refs.parity[0]
     num_blocks = tile_blocks(refs, plan, tile)
-    # Blocks that a full one of this tile follows go in pairs from buffer 0 on. No branch is in that
-    # loop, and which buffer is filled is no variable: DMAs can be issued alongside the arithmetic.
+    # While the next block is a full one of this tile, its fetch is a fixed list of DMAs: no branch
+    # keeps them from being issued alongside the arithmetic. Two blocks a turn begin in buffer 0:
+    # what is filled is then known not to be what is read, and more of them are.
     whole = jnp.maximum(full_blocks(refs, plan, tile) - 1, 0)
-    pairs = jnp.maximum(whole - parity, 0) // 2
+    lead = parity if plan.turn_blocks == 2 else 0
+    turns = jnp.maximum(whole - lead, 0) // plan.turn_blocks
 
-    @pl.loop(0, num_blocks - 2 * pairs)
+    @pl.loop(0, num_blocks - turns * plan.turn_blocks)
     def _(n):
-        @pl.loop(0, jnp.where(n == parity, pairs, 0))
-        def _(pair):
-            for buffer in range(2):
-                b = parity + 2 * pair + buffer
+        @pl.loop(0, jnp.where(n == lead, turns, 0))
+        def _(turn):
+            for i in range(plan.turn_blocks):
+                b = lead + turn * plan.turn_blocks + i
+                buffer = i if plan.turn_blocks == 2 else (parity + b) & 1
                 start_full(refs, plan, tile, b + 1, 1 - buffer)
                 wait_full(refs, plan, buffer)
                 attend(refs, plan, tile, whole_block(refs, plan, tile, b, buffer))
 
-        b = jnp.where(n < parity, n, n + 2 * pairs)
+        b = jnp.where(n < lead, n, n + turns * plan.turn_blocks)
         buffer = (parity + b) & 1
         last = b + 1 == num_blocks
         next_tile = jnp.where(last, tile + 1, tile)

@@ -23,19 +23,20 @@ BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 ROWS = shapes.BatchShape("rows", ((1, 33), (1, 300), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)
 # Blocks of 256 in spans of 128: from buffer 1 a pair, in a chunk's tiles one each.
 LONG_ROWS = shapes.BatchShape("long rows", ((1, 200), (1, 1100), (20, 1000)))
-SPANS = {"block_tokens": 256, "span_tokens": 128}
+PAIRS = {"block_tokens": 256, "span_tokens": 128, "turn_blocks": 2}
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def interpret(
-    case, shape, page_dtype=None, dtype=jnp.float32, *, block_tokens=128, span_tokens=None
-):
+    case, shape, page_dtype=None, dtype=jnp.float32, *,
+    block_tokens=128, span_tokens=None, turn_blocks=1,
+):  # fmt: skip
     """-> (out, pages in the plain layout), with race detection on."""
     q, k, v, pages, batch, sinks = shapes.place(case, "interpret", dtype, page_dtype)
     run = functools.partial(
         tpu.ragged_paged_attention,
         layer=1, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
-        block_tokens=block_tokens, span_tokens=span_tokens, tile_tokens=16,
+        block_tokens=block_tokens, span_tokens=span_tokens, turn_blocks=turn_blocks, tile_tokens=16,
         interpret=pltpu.InterpretParams(detect_races=True),
     )  # fmt: skip
     lowered = jax.jit(run).lower(q, k, v, pages, batch, sinks=sinks)
@@ -71,7 +72,7 @@ def test_long_rows():
     shape = BY_NAME["smollm2"]
     case = shapes.make_case(shape, LONG_ROWS, page_size=64, layers=2, layer=1, seed=9)
     want, cache = oracle.attend(case, shape, layer=1)
-    out, pages = interpret(case, shape, **SPANS)
+    out, pages = interpret(case, shape, **PAIRS)
     np.testing.assert_allclose(out, want, rtol=0, atol=5e-6)
     owned = ~np.isnan(cache)
     np.testing.assert_array_equal(np.asarray(pages.data)[owned], cache[owned].astype(np.float32))
@@ -82,7 +83,7 @@ def test_long_rows():
     [
         (jnp.int8, ROWS, {}),
         (jnp.float8_e4m3fn, ROWS, {}),
-        (jnp.float8_e4m3fn, LONG_ROWS, SPANS),
+        (jnp.float8_e4m3fn, LONG_ROWS, PAIRS),
     ],
 )
 def test_eight_bits(page_dtype, rows, sizes):
