@@ -153,17 +153,21 @@ def kernel(*refs, plan: Plan, sinks: bool):
     lead = parity if plan.turn_blocks == 2 else 0
     turns = jnp.maximum(whole - lead, 0) // plan.turn_blocks
 
+    def steady(turn):
+        for i in range(plan.turn_blocks):
+            b = lead + turn * plan.turn_blocks + i
+            buffer = i if plan.turn_blocks == 2 else (parity + b) & 1
+            start_full(refs, plan, tile, b + 1, 1 - buffer)
+            wait_full(refs, plan, buffer)
+            attend(refs, plan, tile, whole_block(refs, plan, tile, b, buffer))
+
+    if plan.turn_blocks == 1:
+        pl.loop(0, turns)(steady)
+
     @pl.loop(0, num_blocks - turns * plan.turn_blocks)
     def _(n):
-        @pl.loop(0, jnp.where(n == lead, turns, 0))
-        def _(turn):
-            for i in range(plan.turn_blocks):
-                b = lead + turn * plan.turn_blocks + i
-                buffer = i if plan.turn_blocks == 2 else (parity + b) & 1
-                start_full(refs, plan, tile, b + 1, 1 - buffer)
-                wait_full(refs, plan, buffer)
-                attend(refs, plan, tile, whole_block(refs, plan, tile, b, buffer))
-
+        if plan.turn_blocks == 2:
+            pl.loop(0, jnp.where(n == lead, turns, 0))(steady)
         b = jnp.where(n < lead, n, n + turns * plan.turn_blocks)
         buffer = (parity + b) & 1
         last = b + 1 == num_blocks

@@ -140,6 +140,7 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
         heads, _, page, dtype, kind = key.split(" ")
         assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
         assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
+        assert entry["parameters"].get("turn_blocks", 1) in (1, 2)
         assert entry["measured"]["bundles_per_token"] > 0
         assert dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn")
         found = tuning.lookup("ragged_paged_attention", key, CHIPS[chip])
