@@ -45,8 +45,11 @@ def kernels(folder, match: str = "") -> dict[str, list[Loop]]:
 
 
 def decode_loop(loops: list[Loop]) -> Loop:
-    """The kernel's steady loop: the shortest that multiplies matrices."""
-    return min((loop for loop in loops if loop.ops.get("MXU")), key=lambda loop: loop.bundles)
+    """The kernel's steady loop: the first that multiplies matrices and has no such loop inside."""
+    multiplies = lambda loop: bool(loop.ops.get("MXU"))
+    return next(
+        loop for loop in loops if multiplies(loop) and not any(map(multiplies, inside(loops, loop)))
+    )
 
 
 def inside(loops: list[Loop], loop: Loop) -> list[Loop]:

@@ -15,10 +15,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from .reference import write
 from .tables import mixed_tiles
+
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError as error:  # deprecated since jax 0.11
+    raise ValueError(
+        "attention on GPU needs Pallas' Triton backend, which this jax has no more: install "
+        "jax 0.12, or choose attention_backend=reference"
+    ) from error
 
 NEGATIVE = -1e30
 LOG2_E = 1.4426950408889634

@@ -21,12 +21,13 @@ from .tpu_numbers import E4M3_STEP, LANES, SUBLANES
 
 def ragged_paged_attention(
     q_THE, k_TJE, v_TJE, kv_pages, batch, *, layer, scale, window=None, soft_cap=None, sinks=None,
-    interpret=False, block_tokens=None, tile_tokens=None, decode_only=False,
+    interpret=False, block_tokens=None, span_tokens=None, turn_blocks=None, tile_tokens=None,
+    decode_only=False,
 ):  # fmt: skip
     """See api.ragged_paged_attention. kv_pages.data: [L, G, K, W], K and V heads side by side.
 
-    block_tokens and tile_tokens override what tpu_sizes chooses. decode_only: the caller knows that
-    every row is a decode row, and the other kernel is left out.
+    block_tokens, span_tokens, turn_blocks and tile_tokens override what tpu_sizes chooses.
+    decode_only: the caller knows that every row is a decode row: the other kernel is left out.
     """
     T = q_THE.shape[0]
     rows = min(batch.kv_len_S.shape[0], T)
@@ -52,7 +53,7 @@ def ragged_paged_attention(
     common = dict(
         new_kv=new_kv, scales=scales, batch=batch, J=k_TJE.shape[1], layer=layer, scale=scale,
         window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
-        block_tokens=block_tokens,
+        block_tokens=block_tokens, span_tokens=span_tokens, turn_blocks=turn_blocks,
     )  # fmt: skip
     token_T = jnp.arange(T, dtype=jnp.int32)
     if tile_tokens is None:
@@ -86,7 +87,7 @@ def interpreted(*args, **options):
 
 def run_tiles(
     q_itHE, pages, tiles, *, new_kv, scales, batch, J, layer, scale, window, soft_cap, sinks,
-    interpret, block_tokens,
+    interpret, block_tokens, span_tokens, turn_blocks,
 ):  # fmt: skip
     """One kernel call. -> (out_itHE, pages)."""
     _, t, H, E = q_itHE.shape
@@ -97,10 +98,10 @@ def run_tiles(
     # TPU 7x converts fp8 itself.
     unpacks = pages.dtype == jnp.float8_e4m3fn and tuning.device_kind() != "tpu7x"
     set_rows = heads * (H // J)
+    key = f"{H}/{J}/{E} page {K} {pages.dtype.name} {'decode' if t == 1 else 'mixed'}"
     block_pages, vmem_bytes = tpu_sizes.choose(
         block_tokens, pages, rows=t * set_rows, sets=len(k_lanes), lanes=lanes, tile_tokens=t,
-        window=window,
-        key=f"{H}/{J}/{E} page {K} {pages.dtype.name} {'decode' if t == 1 else 'mixed'}",
+        window=window, key=key,
     )  # fmt: skip
     P = batch.page_table_SP.shape[1]
     spare = -P % block_pages
@@ -111,6 +112,8 @@ def run_tiles(
         pages_per_layer=pages.shape[1],
         pages_per_row=P + spare,
         block_pages=block_pages,
+        span_pages=tpu_sizes.span_pages(block_pages, K, span_tokens),
+        turn_blocks=turn_blocks or tpu_sizes.turn_blocks(key),
         tile_tokens=t,
         group_tokens=32 // pages.dtype.itemsize,
         set_rows=set_rows,

@@ -5,7 +5,8 @@ A grid step is one tile: a few tokens of one row, all heads. Three things happen
 1. The first tile writes the step's new K and V. Pages change in groups of as many tokens as one
    memory tile holds (16 in bfloat16): fetch the group, put the new tokens in, send it back.
 2. Each tile walks the pages that it sees, a block at a time, through two VMEM buffers: while one is
-   computed on, DMAs fill the other with the next block, or with the next tile's first.
+   computed on, DMAs fill the other with the next block, or with the next tile's first. Whole blocks
+   are computed one or two a turn; what a row may not fill goes span by span, as far as it does.
 3. Softmax runs online, in base 2, on float32 scores. The matrix unit multiplies bfloat16: what
    becomes of other numbers is in tpu_numbers.py.
 
@@ -38,12 +39,11 @@ from .tpu_numbers import (
     unpack_e4m3,
     unpacked_order,
 )
+from .tpu_write import WRITE_BUFFERS, write_groups
 
 NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
 LOG2_E = 1.4426950408889634
-SPLIT_TOKENS = 64  # of a float32 block, in one turn of split_block
-WRITE_BUFFERS = 4
-WRITE_LEAD = 2  # groups whose reads are in flight before the first is merged
+SPLIT_TOKENS = 64  # of a float32 block, in one turn of split_span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Plan:
     pages_per_layer: int  # in memory, layer after layer
     pages_per_row: int
     block_pages: int
+    span_pages: int  # of a block, when it may not be filled; divides block_pages
+    turn_blocks: int  # 1 or 2 whole blocks in a turn of the steady loop
     tile_tokens: int
     group_tokens: int
     set_rows: int  # rows of one token in a set
@@ -65,7 +67,7 @@ class Plan:
     window: int | None
     soft_cap: float | None
     compute_dtype: jnp.dtype  # of queries and probabilities
-    splits: bool  # pages hold float32, see split_block
+    splits: bool  # pages hold float32, see split_span
     set_heads: int  # KV heads of a set
     num_kv_heads: int
     quantised: bool  # pages hold 8-bit codes, with a scale per slot and head
@@ -74,6 +76,21 @@ class Plan:
     @property
     def block_tokens(self):
         return self.block_pages * self.page_size
+
+    @property
+    def span_tokens(self):
+        return self.span_pages * self.page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Consecutive pages of a block in VMEM."""
+
+    buffer: object
+    page: object  # the first of them
+    pages: int
+    tokens: int
+    position: object  # of the first token in its row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +132,10 @@ def kernel(*refs, plan: Plan, sinks: bool):
 
     @pl.when(tile == 0)
     def _():
-        refs.kv[...] = jnp.zeros_like(refs.kv)  # never-fetched slots must not hold NaN
+        @pl.loop(0, plan.block_pages)
+        def _(p):  # never-fetched slots must not hold NaN
+            refs.kv[:, p] = jnp.zeros((2, *refs.kv.shape[2:]), refs.kv.dtype)
+
         refs.parity[0] = 0
         write_groups(refs, plan)
         start_fetch(refs, plan, tile, 0, 0)
@@ -127,18 +147,28 @@ def kernel(*refs, plan: Plan, sinks: bool):
     parity = refs.parity[0]
     num_blocks = tile_blocks(refs, plan, tile)
     # While the next block is a full one of this tile, its fetch is a fixed list of DMAs: no branch
-    # keeps them from being issued alongside the arithmetic.
+    # keeps them from being issued alongside the arithmetic. Two blocks a turn begin in buffer 0:
+    # what is filled is then known not to be what is read, and more of them are.
     whole = jnp.maximum(full_blocks(refs, plan, tile) - 1, 0)
+    lead = parity if plan.turn_blocks == 2 else 0
+    turns = jnp.maximum(whole - lead, 0) // plan.turn_blocks
 
-    @pl.loop(0, whole)
-    def _(b):
-        buffer = (parity + b) & 1
-        start_full(refs, plan, tile, b + 1, 1 - buffer)
-        wait_full(refs, plan, buffer)
-        attend(refs, plan, tile, b, buffer)
+    def steady(turn):
+        for i in range(plan.turn_blocks):
+            b = lead + turn * plan.turn_blocks + i
+            buffer = i if plan.turn_blocks == 2 else (parity + b) & 1
+            start_full(refs, plan, tile, b + 1, 1 - buffer)
+            wait_full(refs, plan, buffer)
+            attend(refs, plan, tile, whole_block(refs, plan, tile, b, buffer))
 
-    @pl.loop(whole, num_blocks)
-    def _(b):
+    if plan.turn_blocks == 1:
+        pl.loop(0, turns)(steady)
+
+    @pl.loop(0, num_blocks - turns * plan.turn_blocks)
+    def _(n):
+        if plan.turn_blocks == 2:
+            pl.loop(0, jnp.where(n == lead, turns, 0))(steady)
+        b = jnp.where(n < lead, n, n + turns * plan.turn_blocks)
         buffer = (parity + b) & 1
         last = b + 1 == num_blocks
         next_tile = jnp.where(last, tile + 1, tile)
@@ -148,7 +178,7 @@ def kernel(*refs, plan: Plan, sinks: bool):
             start_fetch(refs, plan, next_tile, jnp.where(last, 0, b + 1), 1 - buffer)
 
         wait_fetch(refs, plan, tile, b, buffer)
-        attend(refs, plan, tile, b, buffer)
+        attend_spans(refs, plan, tile, b, buffer)
 
     refs.parity[0] = (parity + num_blocks) & 1
     lanes = (1, 1, refs.value.shape[-1] // LANES)
@@ -199,15 +229,11 @@ def wait_full(refs, plan, buffer):
         pltpu.make_async_copy(block, block, refs.fetch_sems.at[buffer]).wait()
 
 
-def part_copies(refs, plan, tile, block, buffer, g):
-    """The copies of one group of a block that is not fetched whole."""
-    groups_page = plan.page_size // plan.group_tokens
-    p, offset = g // groups_page, g % groups_page * plan.group_tokens
-    offset = pl.multiple_of(offset, plan.group_tokens)
+def rest_copies(refs, plan, tile, block, buffer, p, slots=slice(None)):
+    """The copies of a page, or of some of its slots, of a block that is not fetched whole."""
     at = refs.tile_row[tile] * plan.pages_per_row + first_page(refs, plan, tile)
     page = refs.layer[0] * plan.pages_per_layer
     page += refs.page_table[at + block * plan.block_pages + p]
-    slots = pl.ds(offset, plan.group_tokens)
     sem = refs.fetch_sems.at[buffer]
     codes = refs.pages.at[page, slots], refs.kv.at[buffer, p, slots]
     if not plan.quantised:
@@ -217,9 +243,27 @@ def part_copies(refs, plan, tile, block, buffer, g):
     return [pltpu.make_async_copy(*codes, sem), pltpu.make_async_copy(*scales, sem)]
 
 
-def part_groups(refs, plan, tile, block):
+def for_rest(refs, plan, tile, block, buffer, do):
+    """do(copy) for all copies of a block not fetched whole: its pages, then groups of its last."""
+    copies = functools.partial(rest_copies, refs, plan, tile, block, buffer)
     first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
-    return pl.cdiv(refs.tile_end[tile] - first, plan.group_tokens)
+    groups = pl.cdiv(refs.tile_end[tile] - first, plan.group_tokens)
+    groups_page = plan.page_size // plan.group_tokens
+    whole_pages = groups // groups_page
+
+    @pl.loop(0, whole_pages)
+    def _(p):
+        for copy in copies(p):
+            do(copy)
+
+    if groups_page == 1:
+        return
+
+    @pl.loop(0, groups - whole_pages * groups_page)
+    def _(g):
+        first = pl.multiple_of(g * plan.group_tokens, plan.group_tokens)
+        for copy in copies(whole_pages, pl.ds(first, plan.group_tokens)):
+            do(copy)
 
 
 def start_fetch(refs, plan, tile, block, buffer):
@@ -232,10 +276,7 @@ def start_fetch(refs, plan, tile, block, buffer):
 
     @pl.when(jnp.logical_not(full))
     def _():
-        @pl.loop(0, part_groups(refs, plan, tile, block))
-        def _(g):
-            for copy in part_copies(refs, plan, tile, block, buffer, g):
-                copy.start()
+        for_rest(refs, plan, tile, block, buffer, lambda copy: copy.start())
 
 
 def wait_fetch(refs, plan, tile, block, buffer):
@@ -247,33 +288,49 @@ def wait_fetch(refs, plan, tile, block, buffer):
 
     @pl.when(jnp.logical_not(full))
     def _():
-        @pl.loop(0, part_groups(refs, plan, tile, block))
-        def _(g):
-            for copy in part_copies(refs, plan, tile, block, buffer, g):
-                copy.wait()
+        for_rest(refs, plan, tile, block, buffer, lambda copy: copy.wait())
 
 
-def attend(refs, plan, tile, block, buffer):
-    """Adds one block in VMEM to the running softmax of all sets."""
+def whole_block(refs, plan, tile, block, buffer):
+    position = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
+    return Span(buffer, 0, plan.block_pages, plan.block_tokens, position)
+
+
+def attend_spans(refs, plan, tile, block, buffer):
+    """Attends to as many spans of a block as its row has."""
+    whole = whole_block(refs, plan, tile, block, buffer)
+    if plan.span_pages == plan.block_pages:
+        attend(refs, plan, tile, whole)
+        return
+    tokens = jnp.minimum(refs.tile_end[tile] - whole.position, plan.block_tokens)
+
+    @pl.loop(0, pl.cdiv(tokens, plan.span_tokens))
+    def _(n):
+        position = whole.position + n * plan.span_tokens
+        page = n * plan.span_pages
+        attend(refs, plan, tile, Span(buffer, page, plan.span_pages, plan.span_tokens, position))
+
+
+def attend(refs, plan, tile, span: Span):
+    """Adds a span of a block to the running softmax of all sets."""
     if plan.unpacks_fp8:
-        order_scales(refs, plan, buffer)
+        order_scales(refs, plan, span)
     if plan.splits:
-        split_block(refs, plan, buffer)
-    first = first_page(refs, plan, tile) * plan.page_size + block * plan.block_tokens
+        split_span(refs, plan, span)
     R = refs.q.shape[2]
-    k_position = first + block_order(plan, R)
+    k_position = span.position + token_order(plan, R, span.tokens)
     q_position = refs.tile_first[tile]
     if plan.tile_tokens > 1:
-        q_position = jnp.tile(refs.rows[0], (1, plan.block_tokens // LANES)) + q_position
+        q_position = jnp.tile(refs.rows[0], (1, span.tokens // LANES)) + q_position
     seen = k_position <= q_position
     if plan.window is not None:
         seen &= k_position > q_position - plan.window
 
     def scores(s):
-        k = lanes_of(refs, plan, buffer, plan.k_lanes, s)
+        k = lanes_of(refs, plan, span, plan.k_lanes, s)
         s_RB = matmul(refs.q[0, s].astype(plan.compute_dtype), k, transposed=True)
         if plan.quantised:
-            s_RB = s_RB * row_scales(refs, plan, buffer, s * plan.set_heads)
+            s_RB = s_RB * row_scales(refs, plan, span, s * plan.set_heads)
         if plan.soft_cap is None:
             s_RB = s_RB * (plan.scale * LOG2_E)
         else:
@@ -284,20 +341,20 @@ def attend(refs, plan, tile, block, buffer):
         """-> probabilities relative to the new maximum, and what the old ones shrink by."""
         old_max = refs.max[s]
         new_max = jnp.maximum(old_max, jnp.max(s_RB, axis=1, keepdims=True))
-        p_RB = jnp.exp2(s_RB - jnp.tile(new_max, (1, plan.block_tokens // LANES)))
+        p_RB = jnp.exp2(s_RB - jnp.tile(new_max, (1, span.tokens // LANES)))
         p_RB = jnp.where(seen, p_RB, 0)
         keep = jnp.exp2(old_max - new_max)
         refs.max[s] = new_max
         refs.sum[s] = keep * refs.sum[s] + jnp.sum(p_RB, axis=1, keepdims=True)
         if plan.quantised:
-            v_scales = row_scales(refs, plan, buffer, plan.num_kv_heads + s * plan.set_heads)
+            v_scales = row_scales(refs, plan, span, plan.num_kv_heads + s * plan.set_heads)
             p_RB = jnp.where(
                 seen, p_RB * (v_scales * E4M3_STEP if plan.unpacks_fp8 else v_scales), 0
             )
         return p_RB.astype(plan.compute_dtype), keep
 
     def add_values(s, p_RB, keep):
-        v = lanes_of(refs, plan, buffer, plan.v_lanes, s)
+        v = lanes_of(refs, plan, span, plan.v_lanes, s)
         keep = jnp.tile(keep, (1, plan.set_lanes // LANES))
         refs.value[s] = keep * refs.value[s] + matmul(p_RB, v, transposed=False)
 
@@ -313,45 +370,46 @@ def attend(refs, plan, tile, block, buffer):
             add_values(s, *weigh(s, scores(s)))
 
 
-def block_order(plan, rows):
-    """-> int32 [rows, B]: which token of the block is which column of the scores."""
-    column = jax.lax.broadcasted_iota(jnp.int32, (rows, plan.block_tokens), 1)
+def token_order(plan, rows, tokens):
+    """-> int32 [rows, tokens]: which token of a span is which column of the scores."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (rows, tokens), 1)
     return unpacked_order(column) if plan.unpacks_fp8 else column
 
 
-def split_block(refs, plan, buffer):
-    """Writes the parts of a float32 block to VMEM, for all sets at once.
+def split_span(refs, plan, span):
+    """Writes the bfloat16 parts of float32 tokens to VMEM, for all sets at once.
 
-    Left to the matmuls, each set's parts would live in registers, and most would be spilled: a loop
-    of its own keeps few of them at a time.
+    Left to the matmuls, each set's would live in registers, and most would be spilled: a loop of
+    its own keeps few of them at a time.
     """
     rows, lanes, W = 16, 4 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
 
-    @pl.loop(0, plan.block_tokens // SPLIT_TOKENS)
+    @pl.loop(0, span.tokens // SPLIT_TOKENS)
     def _(turn):
         for row, lane in itertools.product(range(0, SPLIT_TOKENS, rows), range(0, W, lanes)):
             token = pl.multiple_of(turn * SPLIT_TOKENS + row, rows)
-            page, slot = token // plan.page_size, pl.multiple_of(token % plan.page_size, rows)
+            page = span.page + token // plan.page_size
+            slots = pl.ds(pl.multiple_of(token % plan.page_size, rows), rows)
             here = pl.ds(lane, min(lanes, W - lane))
-            for n, part in enumerate(split_float32(refs.kv[buffer, page, pl.ds(slot, rows), here])):
-                refs.parts[n, pl.ds(token, rows), here] = part.astype(jnp.bfloat16)
+            for n, x in enumerate(split_float32(refs.kv[span.buffer, page, slots, here])):
+                refs.parts[n, pl.ds(token, rows), here] = x.astype(jnp.bfloat16)
 
 
-def order_scales(refs, plan, buffer):
-    """Puts a block's scales, as they came from memory, in the order of its unpacked tokens."""
+def order_scales(refs, plan, span):
+    """Puts a span's scales, as they came from memory, in the order of its unpacked tokens."""
     rows = refs.scale_buffer.shape[2]
     source = unpacked_order(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1))
-    for p in range(plan.block_pages):
+    for p in range(span.pages):
         for start in range(0, plan.page_size, LANES):
-            at = (buffer, p, slice(None), pl.ds(start, LANES))
+            at = (span.buffer, span.page + p, slice(None), pl.ds(start, LANES))
             scales = refs.scale_buffer[at]
             refs.scale_buffer[at] = jnp.take_along_axis(
                 scales, source, axis=1, mode="promise_in_bounds"
             )
 
 
-def lanes_of(refs, plan, buffer, starts, s):
-    """-> the bfloat16 parts [B, w] of the block in VMEM: the lanes of set s."""
+def lanes_of(refs, plan, span, starts, s):
+    """-> the bfloat16 parts [tokens, w] of what is in VMEM: the lanes of set s."""
     if isinstance(s, int):
         at = starts[s]
     else:
@@ -360,91 +418,30 @@ def lanes_of(refs, plan, buffer, starts, s):
         at = pl.multiple_of(starts[0] + s * step, LANES)
     if plan.unpacks_fp8:
         unpacked = []
-        for p in range(plan.block_pages):
+        for p in range(span.pages):
             for start in range(0, plan.page_size, LANES):
-                codes = refs.kv[buffer, p, pl.ds(start, LANES), pl.ds(at, plan.set_lanes)]
-                unpacked += unpack_e4m3(codes)
+                here = pl.ds(start, LANES), pl.ds(at, plan.set_lanes)
+                unpacked += unpack_e4m3(refs.kv[span.buffer, span.page + p, *here])
         return [jnp.concatenate(unpacked, axis=0)]
     lanes = pl.ds(at, plan.set_lanes)
     if plan.splits:
-        return [refs.parts[n, :, lanes] for n in range(PARTS)]
-    block = refs.kv[buffer, :, :, lanes].reshape(plan.block_tokens, plan.set_lanes)
-    return [block.astype(jnp.bfloat16)]
+        return [refs.parts[n, pl.ds(0, span.tokens), lanes] for n in range(PARTS)]
+    tokens = refs.kv[span.buffer, pl.ds(span.page, span.pages), :, lanes]
+    return [tokens.reshape(span.tokens, plan.set_lanes).astype(jnp.bfloat16)]
 
 
-def row_scales(refs, plan, buffer, first):
-    """-> [R, B] the scales of scale rows first, first + 1, ... at the queries of a set's heads."""
-    B = plan.block_tokens
-    head = jnp.tile(refs.rows[1], (1, B // LANES))
+def row_scales(refs, plan, span, first):
+    """-> [R, tokens]: scales of the rows from `first` on, at the queries of a set's heads."""
+    head = jnp.tile(refs.rows[1], (1, span.tokens // LANES))
     result = jnp.zeros(head.shape, jnp.float32)
     for h in range(plan.set_heads):
         of_pages = [
-            refs.scale_buffer[buffer, p, pl.ds(first + h, 1)] for p in range(plan.block_pages)
+            refs.scale_buffer[span.buffer, span.page + p, pl.ds(first + h, 1)]
+            for p in range(span.pages)
         ]
         scale = jnp.concatenate(of_pages, axis=1)
         result = jnp.where(head == h, scale, result)
     return result
-
-
-def write_groups(refs, plan):
-    """Writes every group of the step, WRITE_LEAD of them in flight ahead of the merge."""
-    num_groups = refs.counts[1]
-
-    def copy(i, kind):
-        """kind 0: a group's old slots in; 1: its new tokens in; 2: the merged group out."""
-        buffer = i % WRITE_BUFFERS
-        sem = refs.write_sems.at[kind, buffer]
-        page, slot, token, low = (refs.group[field, i] for field in range(4))
-        if kind == 1:
-            if plan.tile_tokens == 1:
-                here, count = pl.ds(low, 1), 1
-                token = token + low
-            else:
-                here, count = slice(None), plan.group_tokens
-            new = refs.new_kv.at[pl.ds(token, count)]
-            return pltpu.make_async_copy(new, refs.new.at[buffer, here], sem)
-        slots = pl.ds(pl.multiple_of(slot, plan.group_tokens), plan.group_tokens)
-        page += refs.layer[0] * plan.pages_per_layer
-        place, old = refs.pages.at[page, slots], refs.old.at[buffer]
-        return pltpu.make_async_copy(*((place, old) if kind == 0 else (old, place)), sem)
-
-    @pl.loop(0, num_groups + WRITE_LEAD)
-    def _(i):
-        @pl.when(i < num_groups)
-        def _():
-            @pl.when(i >= WRITE_BUFFERS)
-            def _():
-                copy(i - WRITE_BUFFERS, 2).wait()
-
-            copy(i, 0).start()
-            copy(i, 1).start()
-
-        @pl.when(i >= WRITE_LEAD)
-        def _():
-            ready = i - WRITE_LEAD
-            copy(ready, 0).wait()
-            copy(ready, 1).wait()
-            merge(refs, plan, ready)
-            copy(ready, 2).start()
-
-    @pl.loop(jnp.maximum(num_groups - WRITE_BUFFERS, 0), num_groups)
-    def _(i):
-        copy(i, 2).wait()
-
-
-def merge(refs, plan, i):
-    """Puts new tokens among a group's old ones. Slots after them hold nothing yet: zeros."""
-    buffer = i % WRITE_BUFFERS
-    low, high = refs.group[3, i], refs.group[4, i]
-    slot = jax.lax.broadcasted_iota(jnp.int32, (plan.group_tokens, LANES), 0)
-    for c in range(refs.new.shape[2]):
-        lanes = pl.ds(c * LANES, LANES)
-        old = refs.old[buffer, :, lanes].astype(jnp.float32)
-        new = jnp.where(slot < high, refs.new[buffer, :, c], 0)
-        merged = jnp.where(slot < low, old, new)
-        if refs.old.dtype == jnp.int8:
-            merged = merged.astype(jnp.int32)
-        refs.old[buffer, :, lanes] = merged.astype(refs.old.dtype)
 
 
 def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_bytes):

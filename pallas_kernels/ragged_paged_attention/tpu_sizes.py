@@ -7,11 +7,12 @@ import math
 import jax.numpy as jnp
 
 from .. import tuning
-from .tpu_body import WRITE_BUFFERS
 from .tpu_numbers import LANES, PARTS
+from .tpu_write import WRITE_BUFFERS
 
 OP = "ragged_paged_attention"
-MAX_BLOCK_TOKENS = 512
+MAX_BLOCK_TOKENS = 1024
+SPAN_TOKENS = 512  # of a block that a row may not fill, computed at once
 BUFFER_BYTES = 8 * 2**20  # of the two KV buffers: enough to hide a DMA's latency many times over
 SCORE_REGISTERS = 32  # float32 registers a block's scores may fill before they spill
 VMEM_BYTES = 48 * 2**20  # 7x has 64 MB a core, the others 128
@@ -61,6 +62,18 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
             "there: use smaller pages"
         )
     return block_tokens // K, VMEM_BYTES
+
+
+def span_pages(block_pages, page_size, span_tokens) -> int:
+    """Pages of a span: of span_tokens or, if None, SPAN_TOKENS, or all where they do not divide."""
+    pages = max(1, (span_tokens or SPAN_TOKENS) // page_size)
+    return block_pages if block_pages % pages or pages * page_size % LANES else pages
+
+
+def turn_blocks(key) -> int:
+    """Blocks in a turn of the steady loop: two where that was measured to take fewer cycles."""
+    tuned = tuning.lookup(OP, key)
+    return tuned.get("turn_blocks", 1) if tuned else 1
 
 
 def _fits(block_tokens, token_bytes, rows, sets, tile_tokens):

@@ -4,6 +4,8 @@ What the GPU's compiler makes of it: test_deviceless.py.
 """
 
 import functools
+import importlib
+import sys
 
 import attention_oracle as oracle
 import jax
@@ -83,3 +85,11 @@ def test_lowers_for_cuda(shape, kv_dtype):
         traced = jax.jit(attend, donate_argnums=3).trace(*arguments, sinks=sinks)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
+
+
+def test_a_jax_without_triton_is_told_by_name(monkeypatch):
+    monkeypatch.delattr("jax.experimental.pallas.triton")
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delitem(sys.modules, gpu.__name__)
+    with pytest.raises(ValueError, match="attention_backend=reference"):
+        importlib.import_module(gpu.__name__)

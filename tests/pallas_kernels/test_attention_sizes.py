@@ -69,6 +69,14 @@ def test_blocks_hold_no_more_than_a_window_shows():
             assert count * page_size == tokens
 
 
+def test_spans_divide_blocks_into_registers():
+    """512 tokens where they divide a block; a block of 640 or 256 is one span."""
+    for block, page_size, pages in ((2048, 128, 4), (2048, 16, 32), (640, 128, 5), (256, 16, 16)):
+        assert tpu_sizes.span_pages(block // page_size, page_size, None) == pages
+    assert tpu_sizes.span_pages(8, 32, span_tokens=128) == 4
+    assert tpu_sizes.span_pages(2, 512, None) == 1
+
+
 def test_float32_blocks_are_shorter():
     """Scores of 16 rows in 4 sets fill 32 registers at 512 tokens, in three parts 24 at 128."""
     for dtype, tokens in ((jnp.bfloat16, 512), (jnp.float32, 128)):
@@ -132,6 +140,7 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
         heads, _, page, dtype, kind = key.split(" ")
         assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
         assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
+        assert entry["parameters"].get("turn_blocks", 1) in (1, 2)
         assert entry["measured"]["bundles_per_token"] > 0
         assert dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn")
         found = tuning.lookup("ragged_paged_attention", key, CHIPS[chip])
@@ -144,17 +153,16 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
 def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, shape):
     """As few bundles a token as RPA v3 with pages of 128, four fifths with pages of 16.
 
-    As few as tokamax's kernel too, or as few as memory takes cycles, but for one KV head: it takes
-    blocks of 1,792 tokens or more there, which shorter rows would pay for.
+    As few as tokamax's kernel too. On 7x, where a DMA takes longer to describe, that or as few as
+    memory takes cycles.
     """
     key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} bfloat16 decode"
     measured = tuned(chip)[key]["measured"]
     assert measured["fills"] == measured["spills"] == 0
     ours, rpa_v3 = measured["bundles_per_token"], others(RPA_V3, chip, shape, page_size)
     assert ours <= rpa_v3 * (0.8 if page_size == 16 else 1.0)
-    if shape.J > 1:
-        tokamax = others(TOKAMAX, chip, shape, page_size) or math.inf
-        assert ours <= max(tokamax, measured["hbm_cycles_per_token"])
+    tokamax = others(TOKAMAX, chip, shape, page_size) or math.inf
+    assert ours <= max(tokamax, measured["hbm_cycles_per_token"] if chip == "7x" else 0)
 
 
 def test_the_readme_shows_what_was_measured():

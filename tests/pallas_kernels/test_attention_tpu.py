@@ -21,16 +21,23 @@ pytestmark = pytest.mark.slow
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 # Blocks of 128: the second row has two whole blocks and a part, the third a chunk in two tiles.
 ROWS = shapes.BatchShape("rows", ((1, 33), (1, 300), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)
+# Blocks of 256 in spans of 128: from buffer 1 a pair, in a chunk's tiles one each.
+LONG_ROWS = shapes.BatchShape("long rows", ((1, 200), (1, 1100), (20, 1000)))
+PAIRS = {"block_tokens": 256, "span_tokens": 128, "turn_blocks": 2}
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def interpret(case, shape, page_dtype=None, dtype=jnp.float32):
+def interpret(
+    case, shape, page_dtype=None, dtype=jnp.float32, *,
+    block_tokens=128, span_tokens=None, turn_blocks=1,
+):  # fmt: skip
     """-> (out, pages in the plain layout), with race detection on."""
     q, k, v, pages, batch, sinks = shapes.place(case, "interpret", dtype, page_dtype)
     run = functools.partial(
         tpu.ragged_paged_attention,
         layer=1, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
-        block_tokens=128, tile_tokens=16, interpret=pltpu.InterpretParams(detect_races=True),
+        block_tokens=block_tokens, span_tokens=span_tokens, turn_blocks=turn_blocks, tile_tokens=16,
+        interpret=pltpu.InterpretParams(detect_races=True),
     )  # fmt: skip
     lowered = jax.jit(run).lower(q, k, v, pages, batch, sinks=sinks)
     out, pages = lowered.compile(compiler_options=QUICK)(q, k, v, pages, batch, sinks=sinks)
@@ -61,16 +68,33 @@ def test_equals_float64(name, page_size):
     np.testing.assert_array_equal(np.asarray(pages.data)[owned], cache[owned].astype(np.float32))
 
 
-@pytest.mark.parametrize("page_dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_eight_bits(page_dtype):
+def test_long_rows():
+    shape = BY_NAME["smollm2"]
+    case = shapes.make_case(shape, LONG_ROWS, page_size=64, layers=2, layer=1, seed=9)
+    want, cache = oracle.attend(case, shape, layer=1)
+    out, pages = interpret(case, shape, **PAIRS)
+    np.testing.assert_allclose(out, want, rtol=0, atol=5e-6)
+    owned = ~np.isnan(cache)
+    np.testing.assert_array_equal(np.asarray(pages.data)[owned], cache[owned].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("page_dtype", "rows", "sizes"),
+    [
+        (jnp.int8, ROWS, {}),
+        (jnp.float8_e4m3fn, ROWS, {}),
+        (jnp.float8_e4m3fn, LONG_ROWS, PAIRS),
+    ],
+)
+def test_eight_bits(page_dtype, rows, sizes):
     """Equal to the reference, which test_attention_reference.py proves for 8 bits."""
     shape = BY_NAME["llama-3-8b"].scaled(heads=2, window=24)
-    case = shapes.make_case(shape, ROWS, page_size=128, layers=2, layer=1, seed=8)
+    case = shapes.make_case(shape, rows, page_size=128, layers=2, layer=1, seed=8)
     q, k, v, pages, batch, _ = shapes.place(case, "reference", jnp.float32, page_dtype)
     want, want_pages = jax.jit(
         functools.partial(reference.ragged_paged_attention, layer=1, scale=shape.scale)
     )(q, k, v, pages, batch)
-    out, got_pages = interpret(case, shape, page_dtype)
+    out, got_pages = interpret(case, shape, page_dtype, **sizes)
     np.testing.assert_allclose(out, np.asarray(want), rtol=0, atol=5e-6)
     np.testing.assert_array_equal(np.asarray(got_pages.scale), np.asarray(want_pages.scale))
     owned = ~np.isnan(np.asarray(want_pages.scale))
