@@ -1,9 +1,10 @@
-"""What grammars allow next, worked out on threads of their own, beside the device and the host.
+"""What grammars allow next, worked out without keeping anybody waiting.
 
-A mask takes microseconds as a rule, and in some grammars, and with ill will, a second. Nobody but
-its own row may wait for such a one: masks are waited for as long as the device has work anyway, and
-rows whose mask is not there by then are left out of the step. Those whose last one took long are
-not waited for at all: they have a thread of their own, and are planned once their mask is there.
+A mask takes some twenty microseconds as a rule, and in some grammars, and with ill will, a second.
+So the engine thread works out what it can in a moment, and other threads what is left. These are
+waited for as long as the device has work anyway, and rows whose mask is not there by then are left
+out of the step. Rows whose last mask took long are not waited for at all: they are planned once
+their mask is there.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.grammar.spec import TakesLonger
+
 if TYPE_CHECKING:
     from jaxserve.grammar import GrammarMatcher
 
-SLOW_S = 2e-3  # of a processor's time; most take a hundredth of it
+AT_ONCE_S = 2e-3  # that the engine thread gives to masks in a step; one may end later, a bit
+SLOW_S = 2e-3  # of a processor's time
 
 
 class Constraint:
@@ -35,71 +39,84 @@ class Constraint:
         self.mask_W = np.empty(mask_words, np.int32)
         self.done = False
         self.failure: Exception | None = None
-        self.busy = False
+        self.busy = True  # the first mask is still to be made
         self.wanted = True  # its output has not ended
-        self.seconds = 0.0  # of a processor, that the last mask took
+        self.seconds = 0.0  # of a processor, that the last mask took a thread
         self._matcher = matcher
+        self._token: int | None = None  # to be taken
+
+    @property
+    def quick(self) -> bool:
+        """Whether a mask takes a moment at most, or stops by itself."""
+        return not self._matcher.patient
 
     @property
     def slow(self) -> bool:
         return self.seconds > SLOW_S
 
-    def work(self, token: int | None) -> None:
-        """Takes the token that was chosen, None at the beginning, and sees what may follow."""
-        begin = time.thread_time()
+    def give(self, token: int) -> None:
+        """What was chosen; from here on it is busy."""
+        assert not self.busy
+        self._token, self.busy = token, True
+
+    def work(self) -> None:
+        """Takes the token and sees what may follow. Busy still if that takes longer than a
+        moment: the next call takes that long."""
         try:
-            if not self.wanted:
-                return
-            if token is not None:
-                taken = self._matcher.advance(token)
+            if self._token is not None and self.wanted:
+                taken = self._matcher.advance(self._token)
                 assert taken, "the mask let a forbidden token through"
+                self._token = None
             self.done = self._matcher.done
-            if not self.done:
+            if self.wanted and not self.done:
                 self._matcher.fill_mask(self.mask_W)
+        except TakesLonger:
+            self._matcher.patient = True
+            return
         except Exception as error:  # whatever it is, it ends this choice alone
             self.failure = error
-        finally:
-            self.seconds = time.thread_time() - begin
-            self.busy = False
+        self.busy = False
 
-
-Job = tuple[Constraint, int | None]  # with the token to take
+    def work_patiently(self) -> None:
+        begin = time.thread_time()
+        while self.busy:
+            self.work()
+        self.seconds = time.thread_time() - begin
 
 
 class MaskMaker:
-    """Two threads that work for constraints: one for the quick ones, in turn, and one for the slow
-    ones, the least slow first. The engine thread owns everything else."""
+    """The threads that work for constraints: the engine's own, one for those that take a moment
+    more, in turn, and one for the slow ones, the least slow first."""
 
     def __init__(self):
         pool = concurrent.futures.ThreadPoolExecutor
-        self._quick = pool(1, thread_name_prefix="jaxserve-masks")
-        self._slow = pool(1, thread_name_prefix="jaxserve-slow-masks")
-        self._slow_jobs: list = []  # a heap
+        self._soon = pool(1, thread_name_prefix="jaxserve-masks")
+        self._later = pool(1, thread_name_prefix="jaxserve-slow-masks")
+        self._slow: list[tuple[float, int, Constraint]] = []  # a heap
         self._serial = itertools.count()
         self._lock = threading.Lock()
-        self._awaited: list[Constraint] = []  # quick ones begun since the last wait
-        self._news = threading.Event()  # quick ones are done, or a slow one
+        self._awaited: list[Constraint] = []  # since the last wait
+        self._news = threading.Event()  # something awaited is done, or something slow
 
-    def begin(self, jobs: Sequence[Job]) -> None:
-        """Sets the threads to work; returns at once."""
-        quick = []
-        for constraint, token in jobs:
-            assert not constraint.busy
-            constraint.busy = True
-            if not constraint.slow:
-                quick.append((constraint, token))
+    def begin(self, constraints: Sequence[Constraint]) -> None:
+        """Works on those that are busy, for a moment, and hands over the rest."""
+        end, left = time.monotonic() + AT_ONCE_S, []
+        for constraint in constraints:
+            if constraint.quick and time.monotonic() < end:
+                constraint.work()
+            if not constraint.busy:
                 continue
-            with self._lock:
-                entry = (constraint.seconds, next(self._serial), constraint, token)
-                heapq.heappush(self._slow_jobs, entry)
-            self._slow.submit(self._work_slowly)
-        if quick:
-            self._awaited += [constraint for constraint, _ in quick]
-            self._quick.submit(self._work, quick)
+            if constraint.slow:
+                self._work_later(constraint)
+            else:
+                left.append(constraint)
+        if left:
+            self._awaited += left
+            self._soon.submit(self._work, left)
 
     def wait(self, seconds: float) -> None:
-        """Returns when the quick ones are done, or after so long; who is late then is not waited
-        for again."""
+        """Returns when all but the slow ones are done, or after so long; who is late then is not
+        waited for again."""
         end = time.monotonic() + seconds
         while any(constraint.busy for constraint in self._awaited):
             left = end - time.monotonic()
@@ -115,13 +132,18 @@ class MaskMaker:
         self._news.wait(seconds)
         self._news.clear()
 
-    def _work(self, jobs: Sequence[Job]) -> None:
-        for constraint, token in jobs:
-            constraint.work(token)
+    def _work_later(self, constraint: Constraint) -> None:
+        with self._lock:
+            heapq.heappush(self._slow, (constraint.seconds, next(self._serial), constraint))
+        self._later.submit(self._work_on_least)
+
+    def _work(self, constraints: Sequence[Constraint]) -> None:
+        for constraint in constraints:
+            constraint.work_patiently()
         self._news.set()
 
-    def _work_slowly(self) -> None:
+    def _work_on_least(self) -> None:
         with self._lock:
-            _, _, constraint, token = heapq.heappop(self._slow_jobs)
-        constraint.work(token)
+            _, _, constraint = heapq.heappop(self._slow)
+        constraint.work_patiently()
         self._news.set()

@@ -92,7 +92,7 @@ class OutputStage:
         """Starts tracking a request. matchers: one for each choice, when it has a grammar."""
         words = -(-self._vocab_size // 32)
         constraints = [Constraint(matcher, words) for matcher in matchers]
-        self._masks.begin([(constraint, None) for constraint in constraints])
+        self._masks.begin(constraints)
         self._num_constrained += len(constraints)
         for index, constraint in zip(range(request.params.n), constraints or repeat(None)):
             self._choices[request.id, index] = _Choice(request, self.tokenizer, constraint)
@@ -154,7 +154,7 @@ class OutputStage:
     def _give_to_grammars(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Sets the threads to work on tokens of outputs with a grammar. Returns the other events
         that there is something to tell of."""
-        others, jobs = [], []
+        others, given = [], []
         for event in events:
             choice = self._choices.get(event.sequence.id)
             if choice is None or (event.token is None and event.finish is None):
@@ -167,10 +167,11 @@ class OutputStage:
             else:
                 assert choice.untold is None, "a token came before its grammar took the last one"
                 choice.untold = event
-                self._untold.append(choice)
-                jobs.append((choice.constraint, event.token))
-        if jobs:
-            self._masks.begin(jobs)
+                choice.constraint.give(event.token)
+                given.append(choice)
+        if given:
+            self._untold += given
+            self._masks.begin([choice.constraint for choice in given])
         return others
 
     def _told(self, choice: _Choice, scheduler) -> tuple[str, OutputDelta]:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from jaxserve.engine.masks import SLOW_S, Constraint, MaskMaker
+from jaxserve.grammar.spec import TakesLonger
 from jaxserve.obs.decision_log import RecordingScheduler, replay
 from jaxserve.types import FinishReason
 from tests.engine.harness import VOCAB, Multiples, collect, constrained, make_core, request, run
@@ -14,7 +15,7 @@ WORDS = VOCAB // 32
 
 
 class Stuck(Multiples):
-    """No mask after `at` tokens until the gate opens."""
+    """No mask after `at` tokens until the gate opens, and none at once."""
 
     def __init__(self, length, at):
         super().__init__(length)
@@ -22,12 +23,17 @@ class Stuck(Multiples):
 
     def fill_mask(self, row):
         if self.count == self.at:
+            if not self.patient:
+                raise TakesLonger
             assert self.gate.wait(60)
         super().fill_mask(row)
 
 
 class Slow(Multiples):
     """Every mask takes more of a processor than a quick one may."""
+
+    def __init__(self, length):
+        super().__init__(length, patient=True)
 
     def fill_mask(self, row):
         end = time.thread_time() + 1.2 * SLOW_S
@@ -116,34 +122,38 @@ def test_what_masks_decide_is_in_the_log(tiny_model, tmp_path):
     assert replay(tmp_path / "log").differs is None
 
 
+class Named:
+    """A patient matcher that says when it is asked."""
+
+    done, patient = False, True
+
+    def __init__(self, name, order, gate=None):
+        self.name, self.order, self.gate = name, order, gate
+
+    def fill_mask(self, row):
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        self.order.append(self.name)
+
+
 def test_the_least_slow_goes_first_and_the_unwanted_never():
-    masks, order, gate = MaskMaker(), [], threading.Event()
-
-    class Named:
-        done = False
-
-        def __init__(self, name):
-            self.name = name
-
-        def advance(self, token):
-            if self.name == "first":
-                gate.wait(60)
-            order.append(self.name)
-            return True
-
-        def fill_mask(self, row):
-            pass
-
-    constraints = []
-    for name, seconds in (("first", 9.0), ("slowest", 3.0), ("unwanted", 1.0), ("slow", 2.0)):
-        constraints.append(Constraint(Named(name), WORDS))
-        constraints[-1].seconds = seconds
-        masks.begin([(constraints[-1], 1)])
-        while name == "first" and masks._slow_jobs:
-            time.sleep(0)
+    masks, order, gate, constraints = MaskMaker(), [], threading.Event(), []
+    for name, seconds in (("first", 1.0), ("slowest", 9.0), ("unwanted", 2.0), ("slow", 3.0)):
+        constraint = Constraint(Named(name, order, gate if name == "first" else None), WORDS)
+        constraint.seconds = seconds
+        constraints.append(constraint)
+    masks.begin(constraints)
     constraints[2].wanted = False
-    masks.wait(0)  # for nobody: none of them is quick
+    masks.wait(0)  # for nobody: all of them are slow
     gate.set()
     while any(constraint.busy for constraint in constraints):
         masks.wait_for_any(1.0)
     assert order == ["first", "slow", "slowest"]
+
+
+def test_most_masks_need_no_thread():
+    masks = MaskMaker()
+    constraints = [Constraint(Multiples(9), WORDS) for _ in range(4)]
+    masks.begin(constraints)
+    assert not any(constraint.busy for constraint in constraints)
+    assert not masks._soon._threads and not masks._later._threads
