@@ -105,6 +105,11 @@ class OutputStage:
             self._forget((request.id, index))
         self._scores.pop(request.id, None)
 
+    def forget_all(self) -> None:
+        """Of what is open nothing will be told any more; no thread need go on with it."""
+        for sequence_id in list(self._choices):
+            self._forget(sequence_id)
+
     @property
     def num_open(self) -> int:
         return len(self._choices)
