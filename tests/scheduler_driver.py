@@ -1,6 +1,9 @@
 """Drives a Scheduler with a FakeRunner, step by step, and checks whatever can be checked."""
 
 import collections
+import random
+
+import numpy as np
 
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.scheduler import Scheduler
@@ -40,6 +43,9 @@ class Driver:
         )
         self.pipelined = pipelined
         self.check = check
+        self.lateness = 0.0  # chance that a row cannot choose its token when its step comes to that
+        self.held = []
+        self.draw = random.Random(0)
         self.now = 0.0
         self.in_flight = None
         self.plans = []
@@ -84,6 +90,7 @@ class Driver:
     def step(self):
         """One turn of the engine's loop. Returns the plan, None when nothing could run."""
         self.now += 1.0
+        self.release_some()
         plan = self.scheduler.plan(self.now)
         pending = None
         if plan is not None:
@@ -94,11 +101,36 @@ class Driver:
             ready, self.in_flight = self.in_flight, pending
         else:
             ready = pending
+            self.leave_some_out(plan)
         if ready is not None:
             self.take(self.scheduler.absorb(ready[0], self.runner.fetch(ready[1]), self.now))
+        if self.pipelined:
+            self.leave_some_out(plan)
         if self.check:
             self.scheduler.check_invariants()
         return plan
+
+    def leave_some_out(self, plan):
+        """As an engine does with rows whose grammars take long."""
+        if not self.lateness or plan is None:
+            return
+        for row in np.flatnonzero(plan.samples_S).tolist():
+            sequence = plan.sequences[row]
+            if sequence.finish is None and self.draw.random() < self.lateness:
+                if self.draw.random() < 0.3:
+                    self.scheduler.hold(sequence)  # in this plan, and not in the next
+                else:
+                    self.scheduler.leave_out(plan, row)
+                self.held.append(sequence)
+
+    def release_some(self):
+        still = []
+        for sequence in self.held:
+            if self.draw.random() < 0.5:
+                self.scheduler.release(sequence)
+            else:
+                still.append(sequence)
+        self.held = still
 
     def run(self, max_steps=10_000):
         """Steps until nothing is left, and that must come."""

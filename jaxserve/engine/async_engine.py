@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -29,6 +30,7 @@ from jaxserve.types import (
     SamplingParams,
 )
 
+_COMPILING_THREADS = 2  # for grammars; one may take a processor for a second
 _STUCK_AFTER_S = 120.0  # work waiting and no step done for so long: the device is stuck
 
 
@@ -104,6 +106,9 @@ class AsyncEngine:
         self.manifest = manifest or {}
         self._warm_up = warm_up
         self._trace = trace
+        self._compiling = concurrent.futures.ThreadPoolExecutor(
+            _COMPILING_THREADS, thread_name_prefix="jaxserve-grammars"
+        )
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -182,7 +187,10 @@ class AsyncEngine:
         )
         matchers = []
         if params.grammar is not None:
-            matchers = await asyncio.to_thread(self.core.output.matchers, params)
+            loop = asyncio.get_running_loop()
+            matchers = await loop.run_in_executor(
+                self._compiling, self.core.output.matchers, params
+            )
         stream = _Stream(asyncio.get_running_loop(), params.n)
         self._post(lambda: self._add(request, matchers, stream))
         if self._ended:  # it ended in between: nobody will read the inbox
@@ -339,6 +347,7 @@ class AsyncEngine:
         for stream in self._streams.values():
             _call(stream.loop, stream.fail, error)
         self._streams.clear()
+        self.core.output.forget_all()
 
 
 def _put_all(news: list[tuple[_Stream, OutputDelta]]) -> None:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxserve")
 
+# Masks are waited for so long even when the device has run out of work: most of a full batch takes
+# less.
+MASK_PATIENCE_S = 3e-3
+
 
 class Runner(Protocol):
     """What computes a plan. Device runner: engine/runner.py. Fake one: sim/fake_runner.py."""
@@ -118,7 +122,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.in_flight is not None or self.scheduler.has_work
+        return self.in_flight is not None or self.scheduler.has_work or self.output.waits
 
     def plan_due(self) -> float:
         """When the next step is to be planned, by the clock. Who steps the core may wait until then
@@ -147,7 +151,7 @@ class EngineCore:
         """Dispatches the next step before it reads the last: the host's work hides behind it.
 
         What a grammar allows next depends on the token before, so the masks follow once the last
-        step is read, and are there long before the device has come to its logits.
+        step is read, and as a rule are there long before the device has come to its logits.
         """
 
         def advance():
@@ -171,10 +175,23 @@ class EngineCore:
 
     def _constrain(self, step: InFlight | None) -> None:
         if step is not None:
-            self.runner.constrain(step.pending, self.output.fill_masks)
+            self.runner.constrain(step.pending, self._fill_masks)
+
+    def _fill_masks(self, plan: StepPlan, allowed_SW: np.ndarray) -> None:
+        self.output.fill_masks(plan, allowed_SW, self.scheduler, self._patience_s())
+
+    def _patience_s(self) -> float:
+        """How long grammars are waited for: for as long as the device has work, and a little."""
+        step = self.in_flight
+        if step is None:
+            return MASK_PATIENCE_S
+        end = self._begin(step) + self._pace.spare_s(step.plan.num_tokens)
+        return max(MASK_PATIENCE_S, end - self.clock())
 
     def _absorb(self, step: InFlight | None) -> Outputs:
         events = self.scheduler.take_events()  # ends that needed no step: deadlines, empty outputs
+        if step is None and self.in_flight is None and not events and self.output.waits:
+            self.output.wait(MASK_PATIENCE_S)  # all that runs waits for its grammar
         if step is not None:
             result = self.runner.fetch(step.pending)
             now = self.clock()
@@ -186,7 +203,8 @@ class EngineCore:
             for observer in self.observers:
                 observer.on_step(step.plan, seconds)
             self.last_step = now
-        return self.output.process(events, self.scheduler)
+        patience_s = self._patience_s() if self.output.has_grammars else 0.0
+        return self.output.process(events, self.scheduler, patience_s)
 
     def _end_broken_rows(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Ends the rows whose logits were not finite (token -1) before absorb can see them."""

@@ -21,6 +21,10 @@ class GrammarRefused(ValueError):
     """A grammar we cannot honour exactly, or not at a bounded cost; the message names the part."""
 
 
+class TakesLonger(Exception):
+    """A matcher that is not patient has reached the limit of what may be done at once."""
+
+
 @dataclasses.dataclass(frozen=True)
 class GrammarSpec:
     """One request for structured output; equal specs share a compiled grammar.

@@ -83,6 +83,18 @@ class RecordingScheduler:
         self._scheduler.finish(sequence, reason, stop_reason)
         self._settle()
 
+    def hold(self, sequence) -> None:
+        self._calls.append(["hold", *sequence.id])
+        self._scheduler.hold(sequence)
+
+    def release(self, sequence) -> None:
+        self._calls.append(["release", *sequence.id])
+        self._scheduler.release(sequence)
+
+    def leave_out(self, plan: StepPlan, row: int) -> None:
+        self._calls.append(["leave_out", plan.step, row, *plan.sequences[row].id])
+        self._scheduler.leave_out(plan, row)
+
     def fail_all(self, error: Exception):
         self._calls.append(["fail_all", str(error)])
         return self._scheduler.fail_all(error)
@@ -304,6 +316,17 @@ class _Replayer:
         sequence = self._sequences.pop((request_id, index), None)
         if sequence is not None:
             self.scheduler.finish(sequence, FinishReason(reason), stop_reason)
+
+    def _hold(self, request_id, index):
+        self.scheduler.hold(self._sequences[request_id, index])
+
+    def _release(self, request_id, index):
+        sequence = self._sequences.get((request_id, index))
+        if sequence is not None:
+            self.scheduler.release(sequence)
+
+    def _leave_out(self, step, row, _request_id, _index):
+        self.scheduler.leave_out(self._plans[step], row)
 
     def _fail_all(self, message):
         self.scheduler.fail_all(RuntimeError(message))

@@ -83,6 +83,14 @@ class _Story:
         self.running -= len(ends)
         self._ended(ends)
 
+    def _leave_out(self, step: int, _row: int, request_id: str, index: int) -> None:
+        """The step brings it no token: its grammar has not said yet what may come."""
+        if request_id == self.request_id and step in self.planned:
+            self.planned[step] = [
+                (choice, reaches_end and choice != index)
+                for choice, reaches_end in self.planned[step]
+            ]
+
     def _ended(self, ends) -> None:
         for request_id, index, reason in ends:
             if request_id == self.request_id and not self.choices[index].ended:

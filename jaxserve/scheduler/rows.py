@@ -14,10 +14,11 @@ from jaxserve.types import PromptScores, StepResult, TokenEvent
 def choose_rows(slots: SlotArray):
     """(decode, prefill): slots with one token left to compute, and those with more, by admission.
 
-    A decoding row without a page for its next token is in neither: it sits this step out.
+    A decoding row without a page for its next token is in neither: it sits this step out. So does
+    one that is held.
     """
     pending_N = slots.tokens_N - slots.planned_N
-    runs_N = (slots.planned_N < slots.room_N) & (slots.tokens_N < slots.stop_at_N)
+    runs_N = (slots.planned_N < slots.room_N) & (slots.tokens_N < slots.stop_at_N) & ~slots.held_N
     decode = (runs_N & (pending_N == 1)).nonzero()[0]
     prefill = (runs_N & (pending_N > 1)).nonzero()[0]
     if len(prefill) > 1:

@@ -220,6 +220,24 @@ class Scheduler:
         if sequence.finish is None:
             self._end(sequence, reason, stop_reason)
 
+    def hold(self, sequence: Sequence) -> None:
+        """Plans nothing for a running sequence until release: the engine cannot choose its next
+        token yet. One that has no slot is left as it is, here and there."""
+        if sequence.slot is not None:
+            self._slots.held_N[sequence.slot] = True
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self._slots.held_N[sequence.slot] = False
+
+    def leave_out(self, plan: StepPlan, row: int) -> None:
+        """Takes a row out of the last plan and holds its sequence. The step computes it all the
+        same, but absorb drops that, and once released the same tokens are planned again."""
+        slot = plan.slot_S[row]
+        if self._slots.generation_N[slot] == plan.generation_S[row]:
+            self._slots.take_back(slot, plan.start_S[row], plan.samples_S[row])
+            self.hold(plan.sequences[row])
+
     def fail_all(self, error: Exception) -> list[TokenEvent]:
         """Ends everything, queued or running, with ERROR."""
         events = []

@@ -38,7 +38,8 @@ class SlotArray:
         self.num_slots = num_slots
         self.page_size = page_size
         self.active_N = np.zeros(num_slots, bool)
-        self.generation_N = np.zeros(num_slots, np.int32)  # grows when a slot is left
+        # Grows when a slot is left, or a row taken out of a plan: what that step brings is dropped.
+        self.generation_N = np.zeros(num_slots, np.int32)
         self.computed_N = np.zeros(num_slots, np.int32)
         self.planned_N = np.zeros(num_slots, np.int32)
         self.tokens_N = np.zeros(num_slots, np.int32)
@@ -49,6 +50,7 @@ class SlotArray:
         self.must_pass_N = np.zeros(num_slots, np.int32)
         self.order_N = np.zeros(num_slots, np.int64)  # of admission
         self.served_N = np.zeros(num_slots, np.int64)  # turn in which its tokens were last planned
+        self.held_N = np.zeros(num_slots, bool)  # nothing is planned for it
         self.scores_N = np.zeros(num_slots, bool)  # its log-probabilities are wanted
         self.standing_N = np.zeros(num_slots, np.int64)  # by the policy; lower ones go first
         self.tenant_N = np.zeros(num_slots, np.int32)  # its number in the ServiceLedger
@@ -105,7 +107,7 @@ class SlotArray:
         pages = self.pages(slot)
         self.sequence_N[slot].slot = None
         self.sequence_N[slot] = None
-        self.active_N[slot] = False
+        self.active_N[slot] = self.held_N[slot] = False
         self.generation_N[slot] += 1
         self.page_table_NP[slot, : len(pages)] = NULL_PAGE
         for column_N in (
@@ -115,6 +117,13 @@ class SlotArray:
         self.room_N[slot] = NO_ROOM
         heapq.heappush(self._free, slot)
         return pages
+
+    def take_back(self, slot: int, start: int, sampled: bool) -> None:
+        """Undoes the last plan of a slot: what it computes from position start on is dropped."""
+        assert self.planned_N[slot] > start, "a later plan has been made"
+        self.generation_N[slot] += 1
+        self.planned_N[slot] = start
+        self.tokens_N[slot] -= sampled
 
     def attach_page(self, slots, pages: list[int]) -> None:
         """One more page to each of the slots."""
@@ -142,6 +151,7 @@ class SlotArray:
         empty_N = ~self.active_N
         assert set(self._free) == set(np.flatnonzero(empty_N).tolist())
         assert not self.page_table_NP[empty_N].any(), "an empty slot has pages"
+        assert not self.held_N[empty_N].any()
         assert not self.tokens_N[empty_N].any() and not self.num_pages_N[empty_N].any()
         assert (self.computed_N <= self.planned_N).all() and (self.planned_N <= self.tokens_N).all()
         assert (self.known_N <= self.tokens_N).all()

@@ -38,7 +38,9 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort_connection": transport.abort}
+        self.app_state = {
+            **self.app_state, "abort_connection": transport.abort, "flow": self.flow
+        }  # fmt: skip
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(ApiError(503, "Too many connections.", "overloaded", retry_after=1))
         else:
@@ -137,6 +139,9 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *extra]}
                 started.append(True)
                 self.count_response(route_of(scope), message["status"])
+            flow = state.get("flow")
+            if flow is not None and not flow.write_paused:
+                return await send(message)  # a buffer takes it at once: no need for a clock
             try:
                 async with asyncio.timeout(self.client_timeout_s):
                     await send(message)

@@ -188,7 +188,8 @@ class Multiples:
     """A grammar's matcher: allows multiples of the count of tokens so far plus three; complete
     after `length`. fails_at: the token after which no mask can be made."""
 
-    def __init__(self, length, fails_at=None):
+    def __init__(self, length, fails_at=None, patient=False):
+        self.patient = patient  # see GrammarMatcher
         self.length, self.fails_at, self.count = length, fails_at, 0
 
     @property

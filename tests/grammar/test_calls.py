@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from jaxserve.grammar import Calls, GrammarCompiler, GrammarRefused, GrammarSpec, Thought, framed
+from jaxserve.grammar import Calls, GrammarRefused, GrammarSpec, Thought, framed
 from jaxserve.grammar.calls import FORMATS
 from jaxserve.tokenizer.tools import PARSERS, parse
+from tests.grammar.patient import PatientCompiler
 from tests.tokenizer.tiny_tokenizers import byte_level
 
 TOOL_CALLS, ARGS, END = 256, 257, 258
@@ -70,7 +71,7 @@ ANSWERS = {
 def compiler():
     """Bytes 0 to 255, [TOOL_CALLS] 256 and [ARGS] 257 as control tokens, an end token 258."""
     tokenizer = byte_level(control=["[TOOL_CALLS]", "[ARGS]", "</s>"], eos_token_id=END)
-    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    return PatientCompiler(tokenizer, tokenizer.vocab_size)
 
 
 def allowed(compiler, matcher):

@@ -1,6 +1,7 @@
 """Structured output: what matches is allowed, nothing else is, and what cannot be is refused."""
 
 import json
+import random
 import re
 
 import numpy as np
@@ -9,20 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.grammar import GrammarCompiler, GrammarMatcher, GrammarRefused, GrammarSpec
+from jaxserve.grammar import compiler as grammar_compiler
+from jaxserve.grammar.compiler import GrammarFailed
 from jaxserve.grammar.schema import MAX_DEPTH
+from jaxserve.grammar.spec import TakesLonger
 from jaxserve.tokenizer import gguf
 from jaxserve.tokenizer.bytelevel import CHAR_OF_BYTE
+from tests.grammar.patient import PatientCompiler
 from tests.tokenizer.tiny_tokenizers import word_marked
 
 END = 258
 VOCAB = 320  # more than the tokenizer has, as models pad theirs
 
 
-@pytest.fixture(scope="module")
-def compiler():
+def tokenizer():
     """Tokens: the 256 bytes, "ab" 256, "true" 257, an end token 258; ids to 319 are padding."""
     tokens = [CHAR_OF_BYTE[byte] for byte in range(256)] + ["ab", "true", "<|end|>"]
-    tokenizer = gguf.from_metadata(
+    return gguf.from_metadata(
         {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "gpt-2",
@@ -32,7 +36,11 @@ def compiler():
             "tokenizer.ggml.eos_token_id": END,
         }
     )
-    return GrammarCompiler(tokenizer, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return PatientCompiler(tokenizer(), VOCAB)
 
 
 def allowed(matcher):
@@ -279,6 +287,43 @@ def test_no_output_breaks_a_published_schema(compiler, shared):
                 assert not fits or test["valid"] or known, (file, group["description"], text)
     assert compiled > 190
     assert allowed_valid > 0.9 * valid  # the rest: other orders of keys, 1.0 for 1
+
+
+AMBIGUOUS = GrammarSpec.lark('start: e\ne: e e | e e e | "a" | "b"')
+
+
+def test_a_matcher_in_a_hurry_stops_and_goes_on_when_it_has_time(monkeypatch):
+    """And then has the masks of one that had time from the beginning."""
+    monkeypatch.setitem(grammar_compiler.QUICK_LIMITS, "step_max_items", 100)
+    compiler = PatientCompiler(tokenizer(), VOCAB)
+    hasty, patient = GrammarCompiler.matcher(compiler, AMBIGUOUS), compiler.matcher(AMBIGUOUS)
+    assert not hasty.patient
+    stops = 0
+    for token in b"ab" * 15:
+        try:
+            assert hasty.advance(token)
+            mask = allowed(hasty)
+        except TakesLonger:
+            stops += 1
+            hasty.patient = True
+            mask = allowed(hasty)
+        assert patient.advance(token)
+        assert mask == allowed(patient)
+    assert stops == 1
+
+
+def test_one_outputs_text_does_not_use_up_anothers_limit(monkeypatch):
+    monkeypatch.setitem(grammar_compiler.LIMITS, "max_lexer_states", 400)
+    monkeypatch.setitem(grammar_compiler.QUICK_LIMITS, "max_lexer_states", 400)
+    compiler = PatientCompiler(tokenizer(), VOCAB)
+    spec, chance = GrammarSpec.regex("(a|b)*a(a|b){12}c"), random.Random(1)
+    calm, wild = compiler.matcher(spec), compiler.matcher(spec)
+    with pytest.raises(GrammarFailed):
+        for _ in range(20_000):
+            assert wild.advance(chance.choice(b"ab")) and allowed(wild)
+    for matcher in (calm, compiler.matcher(spec)):  # one that ran, and one to come
+        for _ in range(20):
+            assert matcher.advance(ord("b")) and ord("a") in allowed(matcher)
 
 
 def test_spelled_control_tokens_are_text(compiler):

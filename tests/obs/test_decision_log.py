@@ -47,6 +47,7 @@ def recorded_run(path, policy="fcfs", steps=300, pipelined=True, **limits):
         check=False,
         wrap=lambda scheduler: RecordingScheduler(scheduler, path, {"model": "fake"}),
     )
+    driver.lateness = 0.1
     for step in range(steps):
         if draw.random() < 0.4:
             with contextlib.suppress(RequestRefused):

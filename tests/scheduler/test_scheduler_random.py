@@ -95,6 +95,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         self.driver.abort(data.draw(st.sampled_from(sorted(self.driver.requests))))
 
+    @rule(lateness=st.sampled_from([0.0, 0.1, 0.6]))
+    def be_late(self, lateness):
+        self.driver.lateness = lateness
+
     @rule()
     def lose_the_pool(self):
         self.driver.lose_device(keep_running=True)
@@ -124,6 +128,7 @@ def test_5000_steps_of_shortage_aborts_and_ties(policy, host_pages):
         num_slots=8, num_pages=40, token_budget=24, max_queued=25, host_pages=host_pages
     )
     driver = Driver(limits, SchedulerConfig(policy=policy, tenant_max_requests=12), check=False)
+    driver.lateness = 0.03
     refusals = set()
     for step in range(5000):
         for _ in range(draw.choice((1, 3, 12)) if draw.random() < 0.06 else 0):
