@@ -38,9 +38,8 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.app_state = {
-            **self.app_state, "abort_connection": transport.abort, "flow": self.flow
-        }  # fmt: skip
+        own = {"abort_connection": transport.abort, "flow": self.flow}
+        self.app_state = {**self.app_state, **own}
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(ApiError(503, "Too many connections.", "overloaded", retry_after=1))
         else:
