@@ -65,21 +65,22 @@ struct Call {
   }
   // Slots whose K lie side by side: [K / lanes][E][lanes]. Pages that 16 does not divide have one group.
   int64_t lanes() const { return K % kLanes == 0 ? kLanes : K; }
-  // The first of a page's 2 K vectors for head j, counted in vectors: K slots of K, then K of V.
-  int64_t PageOf(int64_t s, int64_t j, int64_t position) const {
-    return (page_table_SP[s * P + position / K] * J + j) * 2 * K;
+  // Which vector of the pages' a position's K is, for head j: a page has K of K, then K of V. Its V, like
+  // V's scale, is K further.
+  int64_t VectorAt(int64_t s, int64_t j, int64_t position) const {
+    return (page_table_SP[s * P + position / K] * J + j) * 2 * K + position % K;
   }
   // Element 0 of a position's K; element e is e * lanes() further.
   KV* KeyAt(int64_t s, int64_t j, int64_t position) const {
-    int64_t slot = position % K, lane = slot % lanes();
-    return pages + (PageOf(s, j, position) + slot - lane) * E + lane;
+    int64_t lane = position % K % lanes();
+    return pages + (VectorAt(s, j, position) - lane) * E + lane;
   }
   KV* ValueAt(int64_t s, int64_t j, int64_t position) const {
-    return pages + (PageOf(s, j, position) + K + position % K) * E;
+    return pages + (VectorAt(s, j, position) + K) * E;
   }
-  // Of pages of codes: the scale of a position's K; V's is K further.
+  // Of pages of codes: the scale of a position's K.
   float* ScaleAt(int64_t s, int64_t j, int64_t position) const {
-    return scales + PageOf(s, j, position) + position % K;
+    return scales + VectorAt(s, j, position);
   }
   // Element 0 of a tile's query vector m in q or the output, counted in elements.
   int64_t QueryAt(const Tile& tile, int64_t m) const {
@@ -132,17 +133,6 @@ JAXSERVE_INLINE void ForEachRun(const Call<KV>& call, const Sight& sight, const 
     visit(key, count);
     key += count;
   }
-}
-
-// Scales of a block's keys and values, [kBlock] each.
-template <typename KV>
-void CopyScales(const Call<KV>& call, const Tile& tile, const Sight& sight, float* k_scale,
-                float* v_scale) {
-  ForEachRun(call, sight, [&](int64_t key, int64_t count) {
-    const float* scale = call.ScaleAt(tile.s, tile.j, sight.base + key);
-    std::memcpy(k_scale + key, scale, count * sizeof(float));
-    std::memcpy(v_scale + key, scale + call.K, count * sizeof(float));
-  });
 }
 
 // cap * tanh(score / cap), as m / (m + 2) with m = e^(2 score / cap) - 1, which is precise near 0.

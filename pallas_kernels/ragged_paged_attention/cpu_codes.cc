@@ -43,8 +43,6 @@ struct Workspace {
   int32_t* sums;     // [2 vectors][kBlock or kWide]: what the tile unit made
   float* scores;     // [vectors][kBlock]
   uint8_t* weights;  // [2 vectors][kBlock]
-  float* k_scale;    // [kBlock]; v_scale the same
-  float* v_scale;
   float* total;      // [padded][kLanes]: a vector's sum of weights, in as many parts
 
   int64_t floats;  // of all
@@ -58,8 +56,6 @@ struct Workspace {
     memory.Take(sums, 2 * kVectors * kBlock * 4);
     memory.Take(scores, kVectors * kBlock * 4);
     memory.Take(weights, 2 * kVectors * kBlock);
-    memory.Take(k_scale, kBlock * 4);
-    memory.Take(v_scale, kBlock * 4);
     memory.Take(total, form.padded() * kLanes * 4);
     floats = memory.at - begin;
   }
@@ -211,20 +207,21 @@ struct Steps {
 };
 
 // The largest scale among the values that a bit of `seen` stands for.
-JAXSERVE_AMX inline float LargestScale(const float* v_scale, uint64_t seen) {
+JAXSERVE_AMX inline float LargestScale(const Groups<int8_t>& groups, uint64_t seen) {
   __m512 most = _mm512_setzero_ps();
 #pragma GCC unroll 4
   for (int v = 0; v < kKeyGroups; ++v) {
     const auto some = static_cast<__mmask16>(seen >> v * kLanes);
-    most = _mm512_mask_max_ps(most, some, most, _mm512_load_ps(v_scale + v * kLanes));
+    most = _mm512_mask_max_ps(most, some, most, _mm512_loadu_ps(groups.value_scale[v]));
   }
   return _mm512_reduce_max_ps(most);
 }
 
 // The scores of `rows` vectors from m0 on -> digits of their weights, and their state's maximum and sum.
 // state.max counts in scores before the scale and, without a soft cap, in a query's steps.
-JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& sight, int64_t m0,
-                        int64_t rows, const State& state, Steps* steps) {
+JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& sight,
+                        const Groups<int8_t>& groups, int64_t m0, int64_t rows, const State& state,
+                        Steps* steps) {
   alignas(64) float old[kLanes] = {}, best[kLanes] = {}, top[kLanes] = {}, unit[kLanes] = {};
   alignas(64) float v_scale[kLanes] = {}, inverse[kLanes];
   uint64_t seen[kVectors];
@@ -232,14 +229,14 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
     const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
     const bool same = r > 0 && head > 0;  // token as before
     seen[r] = same ? seen[r - 1] : Seen(sight, token);
-    v_scale[r] = same ? v_scale[r - 1] : LargestScale(work.v_scale, seen[r]);
+    v_scale[r] = same ? v_scale[r - 1] : LargestScale(groups, seen[r]);
     if (++head == sight.group) head = 0, ++token;
     unit[r] = form.soft_cap > 0 ? kLog2E : form.scale * kLog2E * work.q_step[m0 + r];
     __m512 most = _mm512_set1_ps(kNone);
 #pragma GCC unroll 4
     for (int v = 0; v < kKeyGroups; ++v) {
       __m512 score = Joined(high + v * kLanes, low + v * kLanes);
-      score = _mm512_mul_ps(score, _mm512_load_ps(work.k_scale + v * kLanes));
+      score = _mm512_mul_ps(score, _mm512_loadu_ps(groups.key_scale[v]));
       if (form.soft_cap > 0) {
         Lanes scaled = reinterpret_cast<Lanes>(score) * (form.scale * work.q_step[m0 + r]);
         score = reinterpret_cast<__m512>(SoftCap(scaled, form.soft_cap));
@@ -273,7 +270,7 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
       const auto some = static_cast<__mmask16>(seen[r] >> v * kLanes);
       const __m512 weight = Exp2(_mm512_mul_ps(score, factor), some);
       total = _mm512_add_ps(total, weight);
-      const __m512 scaled = _mm512_maskz_mul_ps(some, weight, _mm512_load_ps(work.v_scale + v * kLanes));
+      const __m512 scaled = _mm512_maskz_mul_ps(some, weight, _mm512_loadu_ps(groups.value_scale[v]));
       whole[v] = _mm512_cvtps_epi32(_mm512_mul_ps(scaled, digits));
     }
     float* sum = work.total + (m0 + r) * kLanes;
@@ -333,7 +330,7 @@ JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sig
     Steps steps;
     Score(form, work, m0);
     if (m0 == 0) CopyValues(groups, next, form, work.values);  // while the tile unit is at it
-    Weigh(form, work, sight, m0, rows, state, &steps);
+    Weigh(form, work, sight, groups, m0, rows, state, &steps);
     AddValues(form, work, steps, rows, state.value + m0 * form.depth());
   }
 }
@@ -347,10 +344,9 @@ JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t seg
   ForEachBlock(call, tile, segment, after,
                [&](const Sight& sight, const Groups<int8_t>& groups, const Groups<int8_t>& next)
                    JAXSERVE_AMX {
-    CopyScales(call, tile, sight, work.k_scale, work.v_scale);
-    for (const float* scale : next.scale) {
-      Prefetch(scale);
-      Prefetch(scale + call.K);
+    for (int64_t g = 0; g < kKeyGroups; ++g) {
+      Prefetch(next.key_scale[g]);
+      Prefetch(next.value_scale[g]);
     }
     AttendBlock(form, work, sight, groups, next, state);
   });

@@ -238,6 +238,17 @@ void FindKeys(const Call<KV>& call, const Tile& tile, const Sight& sight, const 
   for (int64_t g = first; g * kLanes < sight.to; ++g) groups[g - first] = copy + g * kLanes * call.E;
 }
 
+// Scales of a block's keys and values, [kBlock] each.
+template <typename KV>
+void CopyScales(const Call<KV>& call, const Tile& tile, const Sight& sight, float* k_scale,
+                float* v_scale) {
+  ForEachRun(call, sight, [&](int64_t key, int64_t count) {
+    const float* scale = call.ScaleAt(tile.s, tile.j, sight.base + key);
+    std::memcpy(k_scale + key, scale, count * sizeof(float));
+    std::memcpy(v_scale + key, scale + call.K, count * sizeof(float));
+  });
+}
+
 // ---- a tile ------------------------------------------------------------------------------------
 
 template <typename KV>

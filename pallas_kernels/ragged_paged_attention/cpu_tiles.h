@@ -28,16 +28,20 @@ struct Memory {
 template <typename KV>
 struct Groups {
   const KV *key[kKeyGroups], *value[kKeyGroups];
-  const float* scale[kKeyGroups];  // of codes
+  const float *key_scale[kKeyGroups], *value_scale[kKeyGroups];  // of codes
 
   // For groups with nothing in sight, the first one that has.
   Groups(const Call<KV>& call, const Tile& tile, const Sight& sight) {
     for (int64_t g = 0; g < kKeyGroups; ++g) {
       const bool seen = g * kLanes < sight.to && (g + 1) * kLanes > sight.from;
       const int64_t position = sight.base + (seen ? g * kLanes : sight.from / kLanes * kLanes);
-      key[g] = call.KeyAt(tile.s, tile.j, position);
-      value[g] = call.ValueAt(tile.s, tile.j, position);
-      if constexpr (kCodes<KV>) scale[g] = call.ScaleAt(tile.s, tile.j, position);
+      const int64_t vector = call.VectorAt(tile.s, tile.j, position);
+      key[g] = call.pages + vector * call.E;
+      value[g] = key[g] + call.K * call.E;
+      if constexpr (kCodes<KV>) {
+        key_scale[g] = call.scales + vector;
+        value_scale[g] = key_scale[g] + call.K;
+      }
     }
   }
 };
@@ -54,11 +58,11 @@ inline uint64_t Seen(const Sight& sight, int64_t token) {
   return (~uint64_t{0} >> (kBlock - high)) & (~uint64_t{0} << low);
 }
 
-// The first block of a segment that a tile sees keys of.
+// The first block of a segment of which a tile may see keys.
 template <typename KV>
-int64_t FirstBase(const Call<KV>& call, const Tile& tile, int64_t segment) {
+Sight FirstSight(const Call<KV>& call, const Tile& tile, int64_t segment) {
   const int64_t position = call.FirstPosition(tile.s) + tile.t0 - call.cu_q_len_S1[tile.s];
-  return std::max(segment * kSegment, call.FirstVisible(position) / kBlock * kBlock);
+  return {call, tile, std::max(segment * kSegment, call.FirstVisible(position) / kBlock * kBlock)};
 }
 
 // Calls visit(sight, groups, next) for the blocks of a segment. next: the groups to ask memory for
@@ -66,17 +70,18 @@ int64_t FirstBase(const Call<KV>& call, const Tile& tile, int64_t segment) {
 template <typename KV, typename Visit>
 JAXSERVE_AMX void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t segment,
                                const Tile& after, const Visit& visit) {
-  Sight sight(call, tile, FirstBase(call, tile, segment));
-  while (sight.from < sight.to && sight.base < (segment + 1) * kSegment) {
+  Sight sight = FirstSight(call, tile, segment);
+  if (sight.from >= sight.to) return;
+  Groups<KV> groups(call, tile, sight);
+  while (true) {
     const Sight ahead(call, tile, sight.base + kBlock);
-    const Groups<KV> groups(call, tile, sight);
-    if (ahead.from < ahead.to) {
-      visit(sight, groups, Groups<KV>(call, tile, ahead));
-    } else {
-      const Sight first(call, after, FirstBase(call, after, after.segment0));
-      visit(sight, groups, Groups<KV>(call, after, first));
-    }
+    const bool more = ahead.from < ahead.to;
+    const Groups<KV> next(call, more ? tile : after,
+                          more ? ahead : FirstSight(call, after, after.segment0));
+    visit(sight, groups, next);
+    if (!more || ahead.base >= (segment + 1) * kSegment) return;
     sight = ahead;
+    groups = next;
   }
 }
 

@@ -93,11 +93,10 @@ def kv_page_specs(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
 
 
 def init_kv_pages(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
-    """An empty cache: zeros, and scales of one."""
+    """An empty cache: zeros."""
     specs = kv_page_specs(spec, num_pages, backend)
-    scale = None if specs.scale is None else jnp.ones(specs.scale.shape, specs.scale.dtype)
     zeros = native.zeros if backend == "cpu" else jnp.zeros
-    return KVPages(zeros(specs.data.shape, specs.data.dtype), scale)
+    return jax.tree.map(lambda array: zeros(array.shape, array.dtype), specs)
 
 
 def kv_bytes_per_page(spec: KVSpec, backend: str) -> int:
