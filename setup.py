@@ -11,6 +11,7 @@ import pathlib
 import sys
 
 import setuptools
+from pybind11.setup_helpers import ParallelCompile
 
 PACKAGE_DIR = {
     "jaxserve": "jaxserve",
@@ -81,6 +82,7 @@ def native_extension():
     ]
 
 
+ParallelCompile().install()
 setuptools.setup(
     name="jaxserve",
     version="0.1.0",

@@ -12,6 +12,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items):
+    """Long tests first: at the end of a run no worker waits for another's."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
     """Folder of the large references (goldens, traces, templates) beside a developer's checkout."""

@@ -22,6 +22,7 @@ from jaxserve.types import Request, SamplingParams
 
 VOCAB = 384
 MAX_LEN = 256
+HOST_PAGES = 20  # of every runner; the scheduler uses as many as a test says
 
 
 class IdTokenizer:
@@ -50,7 +51,6 @@ def runner_for(
     num_pages,
     page_size,
     deterministic,
-    host_pages=0,
     kv_dtype=None,
 ) -> Runner:
     """Compiled once for each shape; reset() between engines."""
@@ -62,7 +62,7 @@ def runner_for(
         num_pages=num_pages,
         kv_spec=model.config.kv_spec(page_size, jnp.dtype(kv_dtype or model.config.dtype)),
         deterministic=deterministic,
-        host_pages=host_pages,
+        host_pages=HOST_PAGES,
     )
     spec = StepSpec(model.family, model.config, model.config.backend.attention, VOCAB)
     runner = Runner(spec, model.params, shape, frozenset())
@@ -84,7 +84,7 @@ class Clock:
 def make_core(
     folder,
     *,
-    backend=("reference", "reference", False),
+    backend=("reference", "reference", True),
     num_slots=8,
     slots=None,
     bucket=64,
@@ -101,8 +101,10 @@ def make_core(
     scheduling=None,
     **settings,
 ) -> EngineCore:
-    """num_slots, bucket and num_pages are what the programs are compiled for; slots, budget and
-    pool_pages what the scheduler uses of them, so that many settings share few programs."""
+    """num_slots, bucket and num_pages are what the programs are compiled for; slots, budget,
+    pool_pages and host_pages what the scheduler uses of them, so that many settings share few
+    programs."""
+    assert host_pages <= HOST_PAGES
     compiled = runner or runner_for(
         folder,
         backend,
@@ -111,7 +113,6 @@ def make_core(
         num_pages,
         page_size,
         deterministic,
-        host_pages,
         kv_dtype,
     )
     if runner is None:

@@ -92,11 +92,13 @@ def test_chunk_sizes(alone, tiny_model, chunk):
 
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
 def test_a_long_prompt_in_one_chunk(tiny_model, sampling):
-    """210 tokens at once in steps of 256, and in chunks of 64 and of 16."""
+    """210 tokens at once in steps of 256, and in chunks of 64 and of 16; here layers are not
+    scanned but unrolled."""
     prompt = np.random.default_rng(3).integers(0, VOCAB, 210).tolist()
     answers = []
     for chunk in (256, 64, 16):
-        core = make_core(tiny_model, bucket=256, budget=chunk)
+        unrolled = ("reference", "reference", False)
+        core = make_core(tiny_model, backend=unrolled, bucket=256, budget=chunk)
         subject = request("subject", prompt, max_tokens=12, logprobs=2, **SAMPLINGS[sampling])
         answers.append(run(core, [subject])["subject", 0])
     assert len(answers[0].tokens) == 12

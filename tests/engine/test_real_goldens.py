@@ -21,24 +21,31 @@ MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
-def golden_cases(name):
+def golden_cases(name, weight_dtype):
+    """All that are here; for float32 those that the project carries, because it is slow and auto,
+    which is held to the same tolerance, shows any other fault."""
+    path = DATA / "goldens" / f"{name}.json"
     large = ROOT.parent / "shared" / "goldens" / f"{name}.json"
-    path = large if large.is_file() else DATA / "goldens" / f"{name}.json"
+    if weight_dtype != "float32" and large.is_file():
+        path = large
     return json.loads(path.read_text(encoding="utf-8"))["cases"]
 
 
-def load(name, weight_dtype) -> LLM:
-    """Small steps: few programs, and every prompt goes in many chunks."""
-    path = real_model(name)
-    return LLM(path, weight_dtype=weight_dtype, token_budget=16, max_model_len=1024)
+def load(name, weight_dtype, token_budget) -> LLM:
+    """One step shape and a slot for each case: few programs to compile."""
+    return LLM(
+        real_model(name), weight_dtype=weight_dtype, token_budget=token_budget, num_slots=12,
+        max_model_len=1024, deterministic=True, compile_cache="off",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "auto"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_logprobs(name, weight_dtype):
-    """auto is held to the same tolerance: it may choose any form of weights that keeps to it."""
-    cases = golden_cases(name)
-    llm = load(name, weight_dtype)
+    """auto may choose any form of weights that keeps to the tolerance. In small steps, so that
+    prompts go in many chunks."""
+    cases = golden_cases(name, weight_dtype)
+    llm = load(name, weight_dtype, token_budget=16)
     for case in cases:
         assert llm.tokenizer.encode(case["prompt"]) == case["prompt_ids"], case["name"]
     params = SamplingParams(
@@ -62,9 +69,10 @@ def test_tokens_and_logprobs(name, weight_dtype):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_int8_drift_is_measured(name, capsys):
-    """Scores the reference's own continuations with int8 weights, and prints how far they are."""
-    cases = golden_cases(name)
-    llm = load(name, "int8")
+    """Scores the reference's own continuations with int8 weights, and prints how far they are. The
+    longest prompt is left out: all its tokens would be scored for the sake of 48."""
+    cases = [case for case in golden_cases(name, "int8") if len(case["prompt_ids"]) < 600]
+    llm = load(name, "int8", token_budget=128)
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     outputs = llm.generate([case["prompt_ids"] + case["output_ids"] for case in cases], params)
     drift = np.concatenate(

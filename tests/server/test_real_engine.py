@@ -51,6 +51,7 @@ def stack(tmp_path_factory):
         EngineConfig(
             model=str(folder), served_model_name="tiny", num_slots=4, token_budget=64,
             page_size=16, num_pages=129, max_model_len=1024, deterministic=True,
+            compile_cache="off",
         )
     )  # fmt: skip
     with serving(engine) as running:
