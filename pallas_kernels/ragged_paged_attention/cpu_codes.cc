@@ -6,6 +6,11 @@
 // the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and
 // codes go to the tile unit as they are, but for their order: K by four elements of 16 keys, V by four keys
 // of 16 elements. A vector goes through the same operations whatever tile it is in.
+//
+// Few rows wait for memory: a core has 16 lines of 64 bytes on their way at most, and with 128 ns a line
+// that is 8 GB/s, half of what one long stream gets. So copying what is there already costs nothing:
+// pages in the tile unit's own order took half the time from near caches (230 in place of 450 ns for 64
+// keys of a head), and the same from memory (950).
 
 #include "cpu_tiles.h"
 
