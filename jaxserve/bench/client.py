@@ -53,6 +53,12 @@ class Api:
             raise ValueError(f"--base_url={self.base_url}: give it as http://HOST:PORT/v1")
 
     @property
+    def root(self) -> Api:
+        """The same server without base_url's path: where it tells of itself."""
+        url = urllib.parse.urlsplit(self.base_url)
+        return dataclasses.replace(self, base_url=f"{url.scheme}://{url.netloc}")
+
+    @property
     def path(self) -> str:
         return "/chat/completions" if self.chat else "/completions"
 
@@ -73,11 +79,15 @@ class Api:
         }
 
 
+async def read(api: Api, path: str) -> bytes:
+    """What is at a path below base_url."""
+    async with asyncio.timeout(_ASKING_S), _exchange(api, "GET", path) as reply:
+        return b"".join([part async for part in reply])
+
+
 async def get(api: Api, path: str) -> dict:
     """The JSON object at a path below base_url."""
-    async with asyncio.timeout(_ASKING_S), _exchange(api, "GET", path) as reply:
-        data = b"".join([part async for part in reply])
-    answer = orjson.loads(data)
+    answer = orjson.loads(await read(api, path))
     if not isinstance(answer, dict):
         raise ApiError("the answer is no JSON object")
     return answer
