@@ -1,26 +1,28 @@
 """A streaming load client for any OpenAI-style server: one connection and one task a request.
 
-Plain asyncio streams, because a client that works hard for each event measures itself. What a
-server sends is read as far as the figures need it: which events bring tokens, and the usage. An
-answer counts as served when it says so itself: a stream that breaks off has failed.
+What arrives is read where it arrives, in the protocol's callback, because a client that works hard
+for each event measures itself: with asyncio's streams and a task that wakes up, an event takes
+twice as long. What a server sends is read as far as the figures need it: which events bring tokens,
+and the usage. An answer counts as served when it says so itself: a stream that breaks off has
+failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import orjson
 
 from jaxserve.bench.metrics import Record
 from jaxserve.bench.workload import Item, Workload
 
-_MAX_LINE = 1 << 20
+_MAX_LINE = 1 << 20  # bytes: of the headers, of an event
+_MAX_CHUNK = 64 << 20
 _ASKING_S = 20.0  # for what a server can say at once
 _DONE = b"[DONE]"
 
@@ -81,8 +83,9 @@ class Api:
 
 async def read(api: Api, path: str) -> bytes:
     """What is at a path below base_url."""
-    async with asyncio.timeout(_ASKING_S), _exchange(api, "GET", path) as reply:
-        return b"".join([part async for part in reply])
+    parts: list[bytes] = []
+    await _exchange(api, "GET", path, parts.append, _ASKING_S)
+    return b"".join(parts)
 
 
 async def get(api: Api, path: str) -> dict:
@@ -144,13 +147,11 @@ async def _send(api: Api, item: Item) -> _Answer:
     record = Record(item.id, time.perf_counter(), item.max_tokens, len(item.prompt_ids))
     answer = _Answer(record)
     try:
-        async with asyncio.timeout(api.timeout_s), _exchange(api, "POST", api.path, body) as reply:
-            async for data in _events(reply):
-                answer.take(data, time.perf_counter())  # before parsing, which is the client's own
+        await _exchange(api, "POST", api.path, answer.feed, api.timeout_s, body)
         answer.end(time.perf_counter())
     except TimeoutError:
         record.error = f"not done after {api.timeout_s:g} s"
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         record.error = f"{type(error).__name__}: {error}"[:300]
     return answer
 
@@ -161,14 +162,25 @@ class _Answer:
     def __init__(self, record: Record):
         self.record = record
         self._texts: list[str] = []
+        self._rest = b""  # of the body: a line that has only begun
         self._is_whole = self._is_counted = False
 
-    def take(self, data: bytes, now: float) -> None:
+    def feed(self, part: bytes) -> bool:
+        """Takes in some of the body, server-sent events each on one line as OpenAI's servers send
+        them. Whether that was all: [DONE] has come."""
+        now = time.perf_counter()  # before parsing, which is the client's own
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == _DONE:
+                    self._is_whole = True
+                    return True
+                self._take(orjson.loads(data), now)
+        return _is_begun(self._rest)
+
+    def _take(self, event: dict, now: float) -> None:
         """Notes an event that came at `now`. ApiError when it says that the request failed."""
-        if data == _DONE:
-            self._is_whole = True
-            return
-        event = orjson.loads(data)
         if event.get("error"):
             raise ApiError(str(event["error"])[:300])
         for choice in (event.get("choices") or ())[:1]:
@@ -217,12 +229,17 @@ def _text_of(choice: dict) -> str:
 # ---- as much HTTP/1.1 as it takes ---------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
 async def _exchange(
-    api: Api, method: str, path: str, body: bytes = b""
-) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Sends one request; entering gives its body's parts as they arrive. ApiError for a status that
-    is not 200. One connection each: what a keep-alive pool saves is not what is measured here."""
+    api: Api,
+    method: str,
+    path: str,
+    take: Callable[[bytes], bool | None],
+    timeout_s: float,
+    body: bytes = b"",
+) -> None:
+    """Sends one request and gives take() its answer's parts as they arrive, until one is said to be
+    the last. ApiError for a status that is not 200; TimeoutError after timeout_s. One connection
+    each: what a keep-alive pool saves is not what is measured here."""
     url = urllib.parse.urlsplit(api.base_url.rstrip("/") + path)
     key = f"Authorization: Bearer {api.key}\r\n" if api.key else ""
     head = (
@@ -233,53 +250,109 @@ async def _exchange(
     secure = url.scheme == "https"
     port = url.port or (443 if secure else 80)
     context = ssl.create_default_context() if secure else None
-    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=context, limit=_MAX_LINE)
-    try:
-        writer.write(head + body)
-        status, headers = await _head_of(reader)
-        parts = _parts(reader, headers)
-        if status != b"200":
-            text = b"".join([part async for part in parts])
-            raise ApiError(f"{status.decode()}: {text.decode(errors='replace')[:300]}")
-        yield parts
-    finally:
-        writer.close()
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        transport, reply = await loop.create_connection(
+            lambda: _Reply(take, loop.create_future()), url.hostname, port, ssl=context
+        )
+        try:
+            transport.write(head + body)
+            await reply.whole
+        finally:
+            transport.close()
 
 
-async def _head_of(reader: asyncio.StreamReader) -> tuple[bytes, dict[bytes, bytes]]:
-    """Status and headers of an answer, in lower case."""
-    status = (await reader.readline()).split()
-    if len(status) < 2 or not status[0].startswith(b"HTTP/"):
-        raise ApiError("not an HTTP server")
-    headers = {}
-    while line := (await reader.readline()).strip():
-        name, _, value = line.partition(b":")
-        headers[name.strip().lower()] = value.strip().lower()
-    return status[1], headers
+class _Reply(asyncio.Protocol):
+    """An answer while it arrives. take(part) gets the parts of its body, if its status is 200, and
+    says of the last one that it is. `whole` is done when nothing more is to come, or has failed."""
+
+    def __init__(self, take: Callable[[bytes], bool | None], whole: asyncio.Future):
+        self.whole = whole
+        self._take = take
+        self._rest = b""  # of what has come, what is not read yet
+        self._read = self._read_head  # does so, as far as it can; False: more must come first
+        self._left = 0  # bytes, of a body that has told its length
+        self._status = b""
+        self._refusal: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        self._rest += data
+        try:
+            while self._rest and not self.whole.done() and self._read():
+                pass
+        except Exception as error:  # whatever it is, the request has failed by it
+            self._end(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is None and self._read != self._read_to_end:
+            error = ApiError("the connection closed in the middle of an answer")
+        self._end(error)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if self.whole.done():
+            return
+        if error is None and self._status != b"200":
+            text = b"".join(self._refusal).decode(errors="replace")
+            error = ApiError(f"{self._status.decode()}: {text[:300]}")
+        if error is None:
+            self.whole.set_result(None)
+        else:
+            self.whole.set_exception(error)
+
+    def _read_head(self) -> bool:
+        """Status and headers, and by them how the body is to be read."""
+        begin = self._rest[:5]
+        if not b"HTTP/".startswith(begin):
+            raise ApiError("not an HTTP server")
+        head, end, rest = self._rest.partition(b"\r\n\r\n")
+        if not end:
+            return _is_begun(head)
+        status, *lines = head.split(b"\r\n")
+        self._status, self._rest = b"".join(status.split()[1:2]), rest
+        if self._status != b"200":
+            self._take = self._refusal.append
+        pairs = (line.partition(b":") for line in lines)
+        headers = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+        if headers.get(b"transfer-encoding") == b"chunked":
+            self._read = self._read_chunk
+        elif b"content-length" in headers:
+            self._read, self._left = self._read_length, int(headers[b"content-length"])
+            if not self._left:
+                self._end()
+        else:
+            self._read = self._read_to_end
+        return True
+
+    def _read_chunk(self) -> bool:
+        line, end, rest = self._rest.partition(b"\r\n")
+        if not end:
+            return _is_begun(line)
+        size = int(line.partition(b";")[0], 16)
+        if not 0 <= size <= _MAX_CHUNK:
+            raise ApiError(f"a chunk of {size} bytes")
+        if len(rest) < size + 2:
+            return False
+        self._rest = rest[size + 2 :]
+        if not size or self._take(rest[:size]):
+            self._end()
+        return True
+
+    def _read_length(self) -> bool:
+        part, self._rest = self._rest[: self._left], self._rest[self._left :]
+        self._left -= len(part)
+        if self._take(part) or not self._left:
+            self._end()
+        return True
+
+    def _read_to_end(self) -> bool:
+        part, self._rest = self._rest, b""
+        if self._take(part):
+            self._end()
+        return True
 
 
-async def _parts(reader: asyncio.StreamReader, headers: dict) -> AsyncIterator[bytes]:
-    if headers.get(b"transfer-encoding") == b"chunked":
-        while line := await reader.readline():
-            if not (size := int(line.split(b";")[0], 16)):
-                return
-            yield (await reader.readexactly(size + 2))[:-2]
-        raise EOFError("the connection closed in the middle of an answer")
-    elif b"content-length" in headers:
-        yield await reader.readexactly(int(headers[b"content-length"]))
-    else:
-        while part := await reader.read(_MAX_LINE):
-            yield part
-
-
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Data of server-sent events, each on one line as OpenAI's servers send it, [DONE] the last."""
-    rest = b""
-    async for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                yield data
-                if data == _DONE:
-                    return
+def _is_begun(line: bytes) -> bool:
+    """False: the rest of it must come. ApiError for one that is too long already."""
+    if len(line) > _MAX_LINE:
+        raise ApiError("a line without an end")
+    return False

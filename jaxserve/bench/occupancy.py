@@ -23,7 +23,7 @@ async def read(api: Api) -> Counts:
     """The server's counters as of now; none of a server that has none, or does not answer."""
     try:
         return parse((await client.read(api.root, "/metrics")).decode())
-    except (OSError, EOFError, ValueError):
+    except (OSError, ValueError):
         return {}
 
 

@@ -73,7 +73,7 @@ def facts_of(api: Api) -> dict:
     as worked out and the hardware; of others the version, if they have a /version to ask."""
     try:
         told = asyncio.run(client.get(api.root, "/version"))
-    except (OSError, EOFError, ValueError):
+    except (OSError, ValueError):
         told = {}
     facts = {"server": {"base_url": api.base_url, "version": str(told.get("version", "unknown"))}}
     facts["model"] = {"name": api.model}
