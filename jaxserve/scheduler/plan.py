@@ -79,5 +79,5 @@ class StepPlan:
 
     @property
     def size(self) -> int:
-        """Tokens that the device computes at least: those of its rows, and one for each idle one."""
+        """Tokens that the device computes: those of its rows, and one for each idle one."""
         return self.num_tokens + self.idle
