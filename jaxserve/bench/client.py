@@ -16,13 +16,13 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 
+import httptools
 import orjson
 
 from jaxserve.bench.metrics import Record
 from jaxserve.bench.workload import Item, Workload
 
 _MAX_LINE = 1 << 20  # bytes: of the headers, of an event
-_MAX_CHUNK = 64 << 20
 _ASKING_S = 20.0  # for what a server can say at once
 _DONE = b"[DONE]"
 
@@ -177,7 +177,9 @@ class _Answer:
                     self._is_whole = True
                     return True
                 self._take(orjson.loads(data), now)
-        return _is_begun(self._rest)
+        if len(self._rest) > _MAX_LINE:
+            raise ApiError("a line without an end")
+        return False
 
     def _take(self, event: dict, now: float) -> None:
         """Notes an event that came at `now`. ApiError when it says that the request failed."""
@@ -226,7 +228,7 @@ def _text_of(choice: dict) -> str:
     return "".join(delta.get(name) or "" for name in names)
 
 
-# ---- as much HTTP/1.1 as it takes ---------------------------------------------------------------
+# ---- HTTP/1.1 -----------------------------------------------------------------------------------
 
 
 async def _exchange(
@@ -269,90 +271,58 @@ class _Reply(asyncio.Protocol):
     def __init__(self, take: Callable[[bytes], bool | None], whole: asyncio.Future):
         self.whole = whole
         self._take = take
-        self._rest = b""  # of what has come, what is not read yet
-        self._read = self._read_head  # does so, as far as it can; False: more must come first
-        self._left = 0  # bytes, of a body that has told its length
-        self._status = b""
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes: int | None = 0  # so far; None: the head is read
+        self._until_closed = True  # where the body tells neither its length nor its end
         self._refusal: list[bytes] = []
 
     def data_received(self, data: bytes) -> None:
-        self._rest += data
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
         try:
-            while self._rest and not self.whole.done() and self._read():
-                pass
-        except Exception as error:  # whatever it is, the request has failed by it
-            self._end(error)
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(ApiError(f"not an HTTP server, or a broken answer: {error}"))
+        if (self._head_bytes or 0) > _MAX_LINE:
+            self._end(ApiError("headers without an end"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is None and self._read != self._read_to_end:
+        if error is None and (self._head_bytes is not None or not self._until_closed):
             error = ApiError("the connection closed in the middle of an answer")
         self._end(error)
 
     def _end(self, error: Exception | None = None) -> None:
         if self.whole.done():
             return
-        if error is None and self._status != b"200":
-            text = b"".join(self._refusal).decode(errors="replace")
-            error = ApiError(f"{self._status.decode()}: {text[:300]}")
+        if error is None and self._refusal:
+            status, *text = self._refusal
+            error = ApiError(f"{status.decode()}: {b''.join(text).decode(errors='replace')[:300]}")
         if error is None:
             self.whole.set_result(None)
         else:
             self.whole.set_exception(error)
 
-    def _read_head(self) -> bool:
-        """Status and headers, and by them how the body is to be read."""
-        begin = self._rest[:5]
-        if not b"HTTP/".startswith(begin):
-            raise ApiError("not an HTTP server")
-        head, end, rest = self._rest.partition(b"\r\n\r\n")
-        if not end:
-            return _is_begun(head)
-        status, *lines = head.split(b"\r\n")
-        self._status, self._rest = b"".join(status.split()[1:2]), rest
-        if self._status != b"200":
+    # What the parser calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._until_closed = False
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._refusal = [str(status).encode()]
             self._take = self._refusal.append
-        pairs = (line.partition(b":") for line in lines)
-        headers = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
-        if headers.get(b"transfer-encoding") == b"chunked":
-            self._read = self._read_chunk
-        elif b"content-length" in headers:
-            self._read, self._left = self._read_length, int(headers[b"content-length"])
-            if not self._left:
+
+    def on_body(self, part: bytes) -> None:
+        if self.whole.done():
+            return
+        try:
+            if self._take(part):
                 self._end()
-        else:
-            self._read = self._read_to_end
-        return True
+        except Exception as error:  # whatever it is, the request has failed by it
+            self._end(error)
 
-    def _read_chunk(self) -> bool:
-        line, end, rest = self._rest.partition(b"\r\n")
-        if not end:
-            return _is_begun(line)
-        size = int(line.partition(b";")[0], 16)
-        if not 0 <= size <= _MAX_CHUNK:
-            raise ApiError(f"a chunk of {size} bytes")
-        if len(rest) < size + 2:
-            return False
-        self._rest = rest[size + 2 :]
-        if not size or self._take(rest[:size]):
-            self._end()
-        return True
-
-    def _read_length(self) -> bool:
-        part, self._rest = self._rest[: self._left], self._rest[self._left :]
-        self._left -= len(part)
-        if self._take(part) or not self._left:
-            self._end()
-        return True
-
-    def _read_to_end(self) -> bool:
-        part, self._rest = self._rest, b""
-        if self._take(part):
-            self._end()
-        return True
-
-
-def _is_begun(line: bytes) -> bool:
-    """False: the rest of it must come. ApiError for one that is too long already."""
-    if len(line) > _MAX_LINE:
-        raise ApiError("a line without an end")
-    return False
+    def on_message_complete(self) -> None:
+        self._end()

@@ -94,9 +94,14 @@ def test_events_in_any_framing(reply):
         (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of([{"error": {"message": "no"}}]), "no"),
         (b"SSH-2.0\r\n\r\n", "not an HTTP server"),
         (b"HTTP/1.1 200 OK\r\n\r\ndata: {broken\n\n", "JSONDecodeError"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "a chunk of -5 bytes"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "a broken answer"),
         pytest.param(
             b"HTTP/1.1 200 OK\r\n\r\n" + bytes(client._MAX_LINE + 1), "without an end", id="endless"
+        ),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nX: " + bytes(client._MAX_LINE).replace(b"\0", b"x"),
+            "headers without",
+            id="endless head",
         ),
         (chunked(stream_of(EVENTS), 50)[:90], "closed in the middle"),
         (chunked(stream_of(EVENTS[:2]), 5)[: 47 + 50], "closed in the middle"),  # between chunks
