@@ -98,6 +98,7 @@ setuptools.setup(
         "fastapi>=0.165",
         "flax>=0.12.8",
         "gguf>=0.19",
+        "httptools>=0.9",
         "jax>=0.10.2",
         "jinja2>=3.1.6",
         "llguidance>=1.9.1",

@@ -80,7 +80,8 @@ class EngineConfig:
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     batching: str = setting(
         "continuous",
-        "continuous refills freed slots at once; static waits for the slowest row (a baseline).",
+        "continuous refills freed slots at once; static, a baseline, computes a batch at its full "
+        "width until its slowest row ends.",
         choices=("continuous", "static"),
     )
     pipelined: bool = setting(True, "Dispatch a step before reading the one before it.")

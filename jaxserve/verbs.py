@@ -212,7 +212,7 @@ def bench(workload, bench_config, engine_config, scheduling, arguments, cache_di
     from jaxserve.bench.run import Job, run
 
     if len(arguments) != 1:
-        raise ValueError("bench: say what to measure, as in `jaxserve bench offline`")
+        raise ValueError("bench: say what to measure: offline, serve, startup or sweep")
     with Progress(errors) as progress:
         job = Job(engine_config, scheduling, workload, bench_config, console, cache_dir, progress)
         return run(job, arguments[0])

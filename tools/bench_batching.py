@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.bench import offline, process, startup, workload
+from jaxserve.bench.energy import Meter
 from jaxserve.bench.settings import BenchConfig, WorkloadConfig
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.engine import pack, start
@@ -88,7 +89,7 @@ def main():
     console.print(f"{engine.description}\n{wanted}", markup=False)
     bench = BenchConfig(repeats=args.repeats)
     policies = ("continuous", "static")
-    runs = offline.measure(engine, SchedulerConfig(), wanted, bench, policies)
+    runs = offline.measure(engine, SchedulerConfig(), wanted, bench, policies, Meter())
     table = Table("what", "median", "runs", title="Batching")
     for policy in policies:
         rates = [run["output_tokens_per_s"] for run in runs[policy]]

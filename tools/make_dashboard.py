@@ -19,6 +19,11 @@ PANELS = [
     ("Gap between tokens", "s", "jaxserve:inter_token_latency_seconds"),
     ("Whole request", "s", "jaxserve:e2e_request_latency_seconds"),
     ("Step", "s", "jaxserve:step_seconds"),
+    ("Slots busy", "percentunit",
+     [("sum(rate(jaxserve:busy_slot_seconds_total[$r]))"
+       " / sum(rate(jaxserve:slot_seconds_total[$r]))", "while steps run"),
+      ('rate(jaxserve:busy_slot_seconds_total{waiting="yes"}[$r])'
+       ' / rate(jaxserve:slot_seconds_total{waiting="yes"}[$r])', "while requests wait")]),
     ("KV pages in use", "percentunit", [("jaxserve:kv_cache_usage_ratio", "in use")]),
     ("Prompt tokens from the cache", "percentunit",
      [("rate(jaxserve:prefix_cache_hits_total[$r]) / rate(jaxserve:prompt_tokens_total[$r])",

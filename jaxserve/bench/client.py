@@ -1,26 +1,28 @@
 """A streaming load client for any OpenAI-style server: one connection and one task a request.
 
-Plain asyncio streams, because a client that works hard for each event measures itself. What a
-server sends is read as far as the figures need it: which events bring tokens, and the usage. An
-answer counts as served when it says so itself: a stream that breaks off has failed.
+What arrives is read where it arrives, in the protocol's callback, because a client that works hard
+for each event measures itself: with asyncio's streams and a task that wakes up, an event takes
+twice as long. What a server sends is read as far as the figures need it: which events bring tokens,
+and the usage. An answer counts as served when it says so itself: a stream that breaks off has
+failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
+import httptools
 import orjson
 
 from jaxserve.bench.metrics import Record
 from jaxserve.bench.workload import Item, Workload
 
-_MAX_LINE = 1 << 20
+_MAX_LINE = 1 << 20  # bytes: of the headers, of an event
 _ASKING_S = 20.0  # for what a server can say at once
 _DONE = b"[DONE]"
 
@@ -53,6 +55,12 @@ class Api:
             raise ValueError(f"--base_url={self.base_url}: give it as http://HOST:PORT/v1")
 
     @property
+    def root(self) -> Api:
+        """The same server without base_url's path: where it tells of itself."""
+        url = urllib.parse.urlsplit(self.base_url)
+        return dataclasses.replace(self, base_url=f"{url.scheme}://{url.netloc}")
+
+    @property
     def path(self) -> str:
         return "/chat/completions" if self.chat else "/completions"
 
@@ -73,11 +81,16 @@ class Api:
         }
 
 
+async def read(api: Api, path: str) -> bytes:
+    """What is at a path below base_url."""
+    parts: list[bytes] = []
+    await _exchange(api, "GET", path, parts.append, _ASKING_S)
+    return b"".join(parts)
+
+
 async def get(api: Api, path: str) -> dict:
     """The JSON object at a path below base_url."""
-    async with asyncio.timeout(_ASKING_S), _exchange(api, "GET", path) as reply:
-        data = b"".join([part async for part in reply])
-    answer = orjson.loads(data)
+    answer = orjson.loads(await read(api, path))
     if not isinstance(answer, dict):
         raise ApiError("the answer is no JSON object")
     return answer
@@ -134,13 +147,11 @@ async def _send(api: Api, item: Item) -> _Answer:
     record = Record(item.id, time.perf_counter(), item.max_tokens, len(item.prompt_ids))
     answer = _Answer(record)
     try:
-        async with asyncio.timeout(api.timeout_s), _exchange(api, "POST", api.path, body) as reply:
-            async for data in _events(reply):
-                answer.take(data, time.perf_counter())  # before parsing, which is the client's own
+        await _exchange(api, "POST", api.path, answer.feed, api.timeout_s, body)
         answer.end(time.perf_counter())
     except TimeoutError:
         record.error = f"not done after {api.timeout_s:g} s"
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         record.error = f"{type(error).__name__}: {error}"[:300]
     return answer
 
@@ -151,14 +162,27 @@ class _Answer:
     def __init__(self, record: Record):
         self.record = record
         self._texts: list[str] = []
+        self._rest = b""  # of the body: a line that has only begun
         self._is_whole = self._is_counted = False
 
-    def take(self, data: bytes, now: float) -> None:
+    def feed(self, part: bytes) -> bool:
+        """Takes in some of the body, server-sent events each on one line as OpenAI's servers send
+        them. Whether that was all: [DONE] has come."""
+        now = time.perf_counter()  # before parsing, which is the client's own
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == _DONE:
+                    self._is_whole = True
+                    return True
+                self._take(orjson.loads(data), now)
+        if len(self._rest) > _MAX_LINE:
+            raise ApiError("a line without an end")
+        return False
+
+    def _take(self, event: dict, now: float) -> None:
         """Notes an event that came at `now`. ApiError when it says that the request failed."""
-        if data == _DONE:
-            self._is_whole = True
-            return
-        event = orjson.loads(data)
         if event.get("error"):
             raise ApiError(str(event["error"])[:300])
         for choice in (event.get("choices") or ())[:1]:
@@ -204,15 +228,20 @@ def _text_of(choice: dict) -> str:
     return "".join(delta.get(name) or "" for name in names)
 
 
-# ---- as much HTTP/1.1 as it takes ---------------------------------------------------------------
+# ---- HTTP/1.1 -----------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
 async def _exchange(
-    api: Api, method: str, path: str, body: bytes = b""
-) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Sends one request; entering gives its body's parts as they arrive. ApiError for a status that
-    is not 200. One connection each: what a keep-alive pool saves is not what is measured here."""
+    api: Api,
+    method: str,
+    path: str,
+    take: Callable[[bytes], bool | None],
+    timeout_s: float,
+    body: bytes = b"",
+) -> None:
+    """Sends one request and gives take() its answer's parts as they arrive, until one is said to be
+    the last. ApiError for a status that is not 200; TimeoutError after timeout_s. One connection
+    each: what a keep-alive pool saves is not what is measured here."""
     url = urllib.parse.urlsplit(api.base_url.rstrip("/") + path)
     key = f"Authorization: Bearer {api.key}\r\n" if api.key else ""
     head = (
@@ -223,53 +252,77 @@ async def _exchange(
     secure = url.scheme == "https"
     port = url.port or (443 if secure else 80)
     context = ssl.create_default_context() if secure else None
-    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=context, limit=_MAX_LINE)
-    try:
-        writer.write(head + body)
-        status, headers = await _head_of(reader)
-        parts = _parts(reader, headers)
-        if status != b"200":
-            text = b"".join([part async for part in parts])
-            raise ApiError(f"{status.decode()}: {text.decode(errors='replace')[:300]}")
-        yield parts
-    finally:
-        writer.close()
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        transport, reply = await loop.create_connection(
+            lambda: _Reply(take, loop.create_future()), url.hostname, port, ssl=context
+        )
+        try:
+            transport.write(head + body)
+            await reply.whole
+        finally:
+            transport.close()
 
 
-async def _head_of(reader: asyncio.StreamReader) -> tuple[bytes, dict[bytes, bytes]]:
-    """Status and headers of an answer, in lower case."""
-    status = (await reader.readline()).split()
-    if len(status) < 2 or not status[0].startswith(b"HTTP/"):
-        raise ApiError("not an HTTP server")
-    headers = {}
-    while line := (await reader.readline()).strip():
-        name, _, value = line.partition(b":")
-        headers[name.strip().lower()] = value.strip().lower()
-    return status[1], headers
+class _Reply(asyncio.Protocol):
+    """An answer while it arrives. take(part) gets the parts of its body, if its status is 200, and
+    says of the last one that it is. `whole` is done when nothing more is to come, or has failed."""
 
+    def __init__(self, take: Callable[[bytes], bool | None], whole: asyncio.Future):
+        self.whole = whole
+        self._take = take
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes: int | None = 0  # so far; None: the head is read
+        self._until_closed = True  # where the body tells neither its length nor its end
+        self._refusal: list[bytes] = []
 
-async def _parts(reader: asyncio.StreamReader, headers: dict) -> AsyncIterator[bytes]:
-    if headers.get(b"transfer-encoding") == b"chunked":
-        while line := await reader.readline():
-            if not (size := int(line.split(b";")[0], 16)):
-                return
-            yield (await reader.readexactly(size + 2))[:-2]
-        raise EOFError("the connection closed in the middle of an answer")
-    elif b"content-length" in headers:
-        yield await reader.readexactly(int(headers[b"content-length"]))
-    else:
-        while part := await reader.read(_MAX_LINE):
-            yield part
+    def data_received(self, data: bytes) -> None:
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(ApiError(f"not an HTTP server, or a broken answer: {error}"))
+        if (self._head_bytes or 0) > _MAX_LINE:
+            self._end(ApiError("headers without an end"))
 
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is None and (self._head_bytes is not None or not self._until_closed):
+            error = ApiError("the connection closed in the middle of an answer")
+        self._end(error)
 
-async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Data of server-sent events, each on one line as OpenAI's servers send it, [DONE] the last."""
-    rest = b""
-    async for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                yield data
-                if data == _DONE:
-                    return
+    def _end(self, error: Exception | None = None) -> None:
+        if self.whole.done():
+            return
+        if error is None and self._refusal:
+            status, *text = self._refusal
+            error = ApiError(f"{status.decode()}: {b''.join(text).decode(errors='replace')[:300]}")
+        if error is None:
+            self.whole.set_result(None)
+        else:
+            self.whole.set_exception(error)
+
+    # What the parser calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._until_closed = False
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._refusal = [str(status).encode()]
+            self._take = self._refusal.append
+
+    def on_body(self, part: bytes) -> None:
+        if self.whole.done():
+            return
+        try:
+            if self._take(part):
+                self._end()
+        except Exception as error:  # whatever it is, the request has failed by it
+            self._end(error)
+
+    def on_message_complete(self) -> None:
+        self._end()

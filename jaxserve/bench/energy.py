@@ -67,7 +67,7 @@ class Meter:
                 read()
                 self._counters[f"NVML GPU {number}"] = read
         except ImportError:
-            return ["no NVML: pip install nvidia-ml-py"]
+            return ["no NVML: with an NVIDIA GPU, pip install nvidia-ml-py"]
         except nvml.NVMLError as error:
             return [f"no NVML: {error}"]
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ def read(path: str | pathlib.Path) -> list[dict]:
         data = orjson.loads(pathlib.Path(path).read_bytes())
         if data["jaxserve_bench"] == 1:
             return data["results"]
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
     except (orjson.JSONDecodeError, KeyError, TypeError):
         pass
     raise ValueError(f"{path}: not a file that `jaxserve bench` wrote")
@@ -59,10 +62,23 @@ def by_workload(documents: Sequence[dict]) -> dict[str, list[dict]]:
         variants = groups.setdefault(pathlib.Path(asked.get("workload") or "workload").stem, {})
         variants.setdefault(repr(sorted(asked.items())), []).append(document)
     return {
-        name if len(variants) == 1 else f"{name} {number}": group
+        title: group
         for name, variants in groups.items()
-        for number, group in enumerate(variants.values(), 1)
+        for title, group in zip(_titles(name, list(variants.values())), variants.values())
     }
+
+
+def _titles(name: str, groups: Sequence[Sequence[dict]]) -> list[str]:
+    """The name of workloads that are called the same, and the settings in which they differ."""
+    asked = [group[0].get("workload", {}) for group in groups]
+    names = dict.fromkeys(itertools.chain.from_iterable(asked))
+    varied = [key for key in names if len({repr(settings.get(key)) for settings in asked}) > 1]
+    return [
+        ", ".join(
+            [name, *(f"{key}={settings[key]}" for key in varied if settings.get(key) is not None)]
+        )
+        for settings in asked
+    ]
 
 
 def engine_facts(engine) -> dict:

@@ -186,6 +186,7 @@ COLUMNS = {
     "tpot_ms": "TPOT ms p50 / p99",
     "itl_ms": "ITL ms p50 / p99",
     "e2e_ms": "E2E ms p50 / p99",
+    "occupancy": "slots busy",
     "occupancy_queued": "slots busy while queued",
     "cached_share": "prompt cached",
     "joules_per_token": "joules/token",

@@ -9,14 +9,13 @@ import itertools
 import math
 import pathlib
 import secrets
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from jaxserve import models, tokenizer
-from jaxserve.bench import client, process
+from jaxserve.bench import client, occupancy, process
 from jaxserve.bench.client import Api
 from jaxserve.bench.energy import Meter
 from jaxserve.bench.metrics import Targets, median_of, request_rows, summarise
@@ -72,11 +71,9 @@ def api_of(
 def facts_of(api: Api) -> dict:
     """What the server says of itself: of a jaxserve the model with its weights' hash, the settings
     as worked out and the hardware; of others the version, if they have a /version to ask."""
-    url = urllib.parse.urlsplit(api.base_url)
-    root = dataclasses.replace(api, base_url=f"{url.scheme}://{url.netloc}")
     try:
-        told = asyncio.run(client.get(root, "/version"))
-    except (OSError, EOFError, ValueError):
+        told = asyncio.run(client.get(api.root, "/version"))
+    except (OSError, ValueError):
         told = {}
     facts = {"server": {"base_url": api.base_url, "version": str(told.get("version", "unknown"))}}
     facts["model"] = {"name": api.model}
@@ -180,10 +177,11 @@ def run_once(
     watch: Watch = unwatched,
     title: str = "",
 ) -> dict:
-    before = meter.read()
     on_end = ending(watch, title, len(workload.items))
+    slots, joules = asyncio.run(occupancy.read(api)), meter.read()
     records = asyncio.run(client.run(api, workload, bench.max_concurrency, on_end))
-    summary = summarise(records, Targets.of(bench), joules=meter.since(before))
+    summary = summarise(records, Targets.of(bench), joules=meter.since(joules))
+    summary |= occupancy.between(slots, asyncio.run(occupancy.read(api)))
     return summary | {"request_columns": request_rows(records)}
 
 

@@ -52,24 +52,28 @@ class _Stream:
         self.unfinished = num_choices  # as the engine thread has seen
         self.deltas: list[OutputDelta] = []
         self.error: Exception | None = None
-        self.news = asyncio.Event()
+        self._news: asyncio.Future | None = None  # awaited; an Event would cost twice as much
 
     def put(self, delta: OutputDelta) -> None:
         """Called on the loop's own thread."""
         self.deltas.append(delta)
-        self.news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self.news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def take(self) -> list[OutputDelta]:
         """Everything new; waits until there is something. Raises the error that ended it."""
         while not self.deltas:
             if self.error is not None:
                 raise self.error
-            self.news.clear()
-            await self.news.wait()
+            self._news = self.loop.create_future()
+            await self._news
         taken, self.deltas = self.deltas, []
         self.open_choices -= sum(delta.finish_reason is not None for delta in taken)
         return taken

@@ -131,7 +131,7 @@ class EngineCore:
         step = self.in_flight
         if step is None or not self.scheduler.admits_arrivals:
             return -math.inf
-        return self._begin(step) + self._pace.spare_s(step.plan.num_tokens)
+        return self._begin(step) + self._pace.spare_s(step.plan.size)
 
     def _begin(self, step: InFlight) -> float:
         """When the device began with a step: the one before it was absorbed last."""
@@ -185,7 +185,7 @@ class EngineCore:
         step = self.in_flight
         if step is None:
             return MASK_PATIENCE_S
-        end = self._begin(step) + self._pace.spare_s(step.plan.num_tokens)
+        end = self._begin(step) + self._pace.spare_s(step.plan.size)
         return max(MASK_PATIENCE_S, end - self.clock())
 
     def _absorb(self, step: InFlight | None) -> Outputs:
@@ -199,7 +199,7 @@ class EngineCore:
             events += self.scheduler.absorb(step.plan, result, now)
             seconds = now - self._begin(step)
             self.step_seconds += seconds
-            self._pace.ran(step.plan.num_tokens, seconds)
+            self._pace.ran(step.plan.size, seconds)
             for observer in self.observers:
                 observer.on_step(step.plan, seconds)
             self.last_step = now

@@ -202,7 +202,7 @@ class Runner:
         self._copy_pages(plan)
         for slot, sequence in plan.admits:
             self._admit(slot, sequence)
-        bucket_T = next(t for t in self.shape.buckets if t >= plan.num_tokens)
+        bucket_T = next(t for t in self.shape.buckets if t >= plan.size)
         inputs, choice = pack.pack(
             plan, self.rows, bucket_T, self.shape.num_slots, self.shape.max_pages
         )

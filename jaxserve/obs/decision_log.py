@@ -232,6 +232,8 @@ def plan_record(plan: StepPlan) -> dict:
     }
     if plan.swap_out or plan.swap_in:
         record["swap_out"], record["swap_in"] = plan.swap_out, plan.swap_in
+    if plan.idle:
+        record["idle"] = plan.idle
     return record
 
 
@@ -403,7 +405,8 @@ def calibrate(path: pathlib.Path) -> CostModel:
         if plan is not None:
             count_S = np.array([1] * plan["num_decode"] + plan["count"])
             num_copied = len(plan.get("swap_out", ())) + len(plan.get("swap_in", ()))
-            part = features(np.array(plan["start"]), count_S, num_copied, sizes)
+            idle = plan.get("idle", 0)
+            part = features(np.array(plan["start"]), count_S, num_copied, sizes, idle)
             pending[plan["step"]] = (line["now"], part)
     model = manifest["manifest"].get("model", "an unnamed model")
     return CostModel.fit(

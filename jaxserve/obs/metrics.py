@@ -17,6 +17,7 @@ from jaxserve.scheduler.guard import Action
 
 PREFIX, ALIAS = "jaxserve:", "vllm:"
 REASONS = ("stop", "length", "abort", "timeout", "error", "tool_calls")
+WAITING = ("no", "yes")
 REFUSALS = (
     "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full", "rate_limited",
     "shutting_down",
@@ -67,6 +68,7 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], object], model_name: str, shadow=None):
         self._stats = stats
+        self._slots = stats().slots
         self._model = model_name
         self._shadow = shadow
         self.ttft = _histogram(
@@ -84,6 +86,14 @@ class Metrics:
             "step_seconds", "One device step, dispatch to absorbed.", _TOKEN_BUCKETS, ("kind",)
         )
         self.step_tokens = _histogram("step_tokens", "Tokens of a step.", _COUNT_BUCKETS)
+        self.slot_seconds = prom.Counter(
+            PREFIX + "slot_seconds", "Slots times seconds of steps, by whether somebody waited.",
+            ("waiting",), registry=None,
+        )  # fmt: skip
+        self.busy_slot_seconds = prom.Counter(
+            PREFIX + "busy_slot_seconds", "Of those, the slots whose row computed something.",
+            ("waiting",), registry=None,
+        )  # fmt: skip
         self.finished = prom.Counter(
             PREFIX + "request_success", "Requests ended, by reason.", ("finished_reason",),
             registry=None,
@@ -94,6 +104,9 @@ class Metrics:
         self.responses = prom.Counter(
             PREFIX + "http_responses", "HTTP responses.", ("route", "status"), registry=None
         )
+        for waiting in WAITING:
+            self.slot_seconds.labels(waiting)
+            self.busy_slot_seconds.labels(waiting)
         for reason in REASONS:
             self.finished.labels(reason)
         for code in REFUSALS:
@@ -113,6 +126,9 @@ class Metrics:
         kind = "decode" if plan.num_decode == plan.num_rows else "mixed"
         self.step_time.labels(kind).observe(seconds)
         self.step_tokens.observe(plan.num_tokens)
+        waiting = WAITING[bool(plan.waiting)]
+        self.slot_seconds.labels(waiting).inc(self._slots * seconds)
+        self.busy_slot_seconds.labels(waiting).inc(plan.num_rows * seconds)
 
     def stopwatch(self, arrived: float, prompt_tokens: int) -> Stopwatch:
         """Follows one request; arrived is time.monotonic() of its first byte."""
@@ -131,7 +147,11 @@ class Metrics:
             for family in metric.collect():
                 yield family
                 yield self._alias(family)
-        for metric in (self.step_time, self.step_tokens, self.refused, self.responses):
+        own = (
+            self.step_time, self.step_tokens, self.slot_seconds, self.busy_slot_seconds,
+            self.refused, self.responses,
+        )  # fmt: skip
+        for metric in own:
             yield from metric.collect()
         if self._shadow is not None:
             yield from self._shadow_families(self._shadow.latest)

@@ -54,6 +54,7 @@ class StepPlan:
     # those that let it pass until their prefix is computed
     guard: tuple[str, ...] = ()  # signs raised and lowered since the last plan
     budget: int = 0  # tokens that the step might have had
+    idle: int = 0  # rows of a static batch that have ended: its steps stay as wide as it began
     # KV pages to copy before the step, all those out before those in:
     swap_out: tuple[tuple[int, int], ...] = ()  # (page, host page)
     swap_in: tuple[tuple[int, int], ...] = ()  # (host page, page)
@@ -75,3 +76,8 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.cu_q_len_S1[-1])
+
+    @property
+    def size(self) -> int:
+        """Tokens that the device computes: those of its rows, and one for each idle one."""
+        return self.num_tokens + self.idle

@@ -90,6 +90,7 @@ class Scheduler:
         self._host = HostPages(limits.host_pages, limits.swap_s_per_page)
         self._stops = StopRules(limits.vocab_size, limits.eos_ids)
         self._vitals = Vitals()
+        self._batch_width = 0  # rows that a static batch began with
         self._refill = Refill(
             limits=limits,
             policy=self._policy,
@@ -168,7 +169,7 @@ class Scheduler:
 
     def predict(self, plan: StepPlan) -> float | None:
         """Seconds that the step will take, judged by those before it; None without any."""
-        return self._budget.predict(plan.num_tokens)
+        return self._budget.predict(plan.size)
 
     # What clients do
 
@@ -286,9 +287,10 @@ class Scheduler:
         decode, prefill = choose_rows(self._slots)
         if not len(decode) and not len(prefill):
             return None
-        budget, chunks = self._tokens_of_step(len(decode)), prefill
+        idle = self._num_idle(len(refilled.admits), len(decode) + len(prefill))
+        budget, chunks = self._tokens_of_step(len(decode) + idle), prefill
         if len(prefill):
-            chunks = self._chunks(prefill, budget - len(decode))
+            chunks = self._chunks(prefill, budget - len(decode) - idle)
             prefill, chunks = prefill[chunks > 0], chunks[chunks > 0]
         self._stats.steps += 1
         self._vitals.planned(self._stats.steps, now)
@@ -310,6 +312,7 @@ class Scheduler:
             waiting=tuple(refilled.waiting),
             guard=changes,
             budget=budget,
+            idle=idle,
         )
 
     def _expire(self, now: float) -> None:
@@ -348,6 +351,14 @@ class Scheduler:
         self._stats.preemptions += 1
         self._requests.enqueue(sequence)
         self._preempted.append(Decision(sequence.id, reason))
+
+    def _num_idle(self, num_admitted: int, num_rows: int) -> int:
+        """Rows that have nothing to compute and take their part of the step all the same: of a
+        static batch, those that wait for its slowest one."""
+        if self.limits.batching != "static":
+            return 0
+        self._batch_width = num_admitted or self._batch_width  # nobody joins a batch that runs
+        return self._batch_width - num_rows
 
     def _tokens_of_step(self, num_decode: int) -> int:
         budget = self._budget.tokens(num_decode)
@@ -391,7 +402,7 @@ class Scheduler:
         Rows whose slot changed hands since the plan are dropped: their sequence ended or was
         preempted, and a token that nobody awaits is nobody's.
         """
-        self._budget.observe(plan.num_tokens, self._vitals.absorbed(plan, now))
+        self._budget.observe(plan.size, self._vitals.absorbed(plan, now))
         events = self.take_events()
         slot_S = plan.slot_S.astype(np.intp)  # numpy's own kind of index: three times as fast
         live_S = self._slots.generation_N[slot_S] == plan.generation_S

@@ -44,6 +44,7 @@ class Answer:
         self._service = service
         self._body = body
         self._work = work
+        self._scored = body.logprobs is not None
         self._envelope = {
             "id": work.id,
             "object": "text_completion",
@@ -143,10 +144,6 @@ class Answer:
         """A score for each prompt token; null for those that were not computed in time."""
         known = known or []
         return [*known, *[None] * (len(self._work.prompts[prompt_index]) - len(known))]
-
-    @property
-    def _scored(self) -> bool:
-        return self._body.logprobs is not None
 
     def _scorer(self) -> CompletionLogprobs:
         return CompletionLogprobs(

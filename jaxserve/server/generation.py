@@ -148,8 +148,9 @@ async def run(service: Service, work: Work) -> AsyncIterator[list[tuple[int, Out
                 for watch in watches:
                     watch.saw_tokens(count)
                 yield batch
-                ended = [delta.finish_reason for _, delta in batch if delta.finish_reason]
-                reason = finish_name(ended[-1]) if ended else reason
+                for _, delta in batch:
+                    if delta.finish_reason is not None:
+                        reason = finish_name(delta.finish_reason)
     except RequestRefused as refusal:
         for watch in watches:
             watch.refused(refusal.code)

@@ -30,6 +30,8 @@ _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028
 
 def _json(content) -> bytes:
     data = orjson.dumps(content)
+    if data.isascii():
+        return data
     for end, escape in _LINE_ENDS.items():
         data = data.replace(end, escape)
     return data

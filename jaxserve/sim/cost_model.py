@@ -35,19 +35,23 @@ PARTS = ("step", "token", "row", "kv_token", "pair", "page")
 
 
 def features(
-    start_S: np.ndarray, count_S: np.ndarray, num_copied: int = 0, sizes: tuple[int, ...] = ()
+    start_S: np.ndarray,
+    count_S: np.ndarray,
+    num_copied: int = 0,
+    sizes: tuple[int, ...] = (),
+    idle: int = 0,
 ) -> np.ndarray:
     """The count of each part, float64 [6], of a step whose rows compute count_S tokens from
-    start_S on, and before which num_copied pages travel."""
+    start_S on beside `idle` rows of padding, and before which num_copied pages travel."""
     kv_len_S = start_S + count_S
     pairs = np.dot(np.where(count_S > 1, count_S, 0).astype(np.float64), kv_len_S)
-    tokens = padded(int(count_S.sum()), sizes)
+    tokens = padded(int(count_S.sum()) + idle, sizes)
     return np.array([1.0, tokens, len(count_S), kv_len_S.sum(), pairs, num_copied])
 
 
 def features_of(plan: StepPlan, sizes: tuple[int, ...] = ()) -> np.ndarray:
     num_copied = len(plan.swap_out) + len(plan.swap_in)
-    return features(plan.start_S, plan.count_S, num_copied, sizes)
+    return features(plan.start_S, plan.count_S, num_copied, sizes, plan.idle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ class CostModel:
         factor of its size."""
         step, token, row, kv_token, pair, page = self.price
         num_rows, num_tokens = len(plan.slot_S), plan.num_tokens
-        tokens = padded(num_tokens, self.sizes)
+        tokens = padded(plan.size, self.sizes)
         seconds = step + token * tokens + row * num_rows
         seconds += kv_token * (int(np.add.reduce(plan.start_S)) + num_tokens)
         if plan.num_decode < num_rows:

@@ -128,7 +128,7 @@ class Simulation:
 
     def _plan_due(self, plan: StepPlan, done: float, seconds: float) -> float:
         """When the step after this one is planned."""
-        return done - seconds + self._pace.spare_s(plan.num_tokens)
+        return done - seconds + self._pace.spare_s(plan.size)
 
     def _dispatch(self, now: float) -> tuple[StepPlan, float, float] | None:
         """(plan, when it is done, its seconds), or None when there is nothing to run."""
@@ -144,7 +144,7 @@ class Simulation:
 
     def _absorb(self, plan: StepPlan, now: float, seconds: float) -> None:
         report = self.report
-        self._pace.ran(plan.num_tokens, seconds)
+        self._pace.ran(plan.size, seconds)
         report.steps += 1
         report.busy_seconds += seconds
         report.slot_seconds += self.scheduler.num_running * seconds

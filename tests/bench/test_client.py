@@ -94,7 +94,16 @@ def test_events_in_any_framing(reply):
         (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of([{"error": {"message": "no"}}]), "no"),
         (b"SSH-2.0\r\n\r\n", "not an HTTP server"),
         (b"HTTP/1.1 200 OK\r\n\r\ndata: {broken\n\n", "JSONDecodeError"),
-        (chunked(stream_of(EVENTS), 50)[:90], "IncompleteReadError"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "a broken answer"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\n\r\n" + bytes(client._MAX_LINE + 1), "without an end", id="endless"
+        ),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nX: " + bytes(client._MAX_LINE).replace(b"\0", b"x"),
+            "headers without",
+            id="endless head",
+        ),
+        (chunked(stream_of(EVENTS), 50)[:90], "closed in the middle"),
         (chunked(stream_of(EVENTS[:2]), 5)[: 47 + 50], "closed in the middle"),  # between chunks
         (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[:2])[:-14], "broke off"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + stream_of(EVENTS[2:3]), "no tokens"),
@@ -187,6 +196,7 @@ def test_addresses_are_checked(url):
         (b"HTTP/1.1 200 OK\r\n\r\n[]", "no JSON object"),
         (b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno", "404: no"),
         (b"SSH-2.0\r\n\r\n", "not an HTTP server"),
+        (b"", "closed in the middle"),
     ],
 )
 def test_servers_without_a_model_list(reply, reason):

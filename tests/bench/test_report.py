@@ -56,6 +56,11 @@ def test_other_files_are_refused(tmp_path, text):
         record.read(path)
 
 
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"gone\.json: there is no such file"):
+        record.read(tmp_path / "gone.json")
+
+
 def test_report_is_one_page_that_needs_nothing_else(tmp_path):
     pytest.importorskip("matplotlib")
     source = tmp_path / "b.json"
@@ -82,13 +87,13 @@ def test_workloads_are_not_compared_with_each_other(tmp_path):
     found = record.by_workload(report.read_all(sources))
     labels = {title: [document["label"] for document in group] for title, group in found.items()}
     assert labels == {
-        "random 1": ["one: a server", "two: a server"],
-        "random 2": ["one: a server"],
+        "random": ["one: a server", "two: a server"],
+        "random, seed=8": ["one: a server"],
         "w2": ["one: a server"],
     }
     page = report.write(sources, tmp_path / "out").read_text()
     assert [page.count(f"<h2>{title}</h2>") for title in labels] == [1, 1, 1]
-    assert (tmp_path / "out" / "latency-random-2.png").exists()
+    assert (tmp_path / "out" / "latency-random-seed-8.png").exists()
 
 
 def test_lines_over_time_fall_to_nothing_between_steps():

@@ -113,6 +113,8 @@ def test_static_batching_waits_for_the_slowest():
     assert min(starts[4:]) > max(driver.token_times["r3", 0])
     admitted = [len(plan.admits) for plan in driver.plans if plan.admits]
     assert admitted == [4, 2]
+    decoding = [plan for plan in driver.plans if plan.num_decode == plan.num_rows]
+    assert {(plan.num_rows, plan.size) for plan in decoding} == {(4, 4), (1, 4), (2, 2)}
 
 
 def test_continuous_batching_refills_at_once():

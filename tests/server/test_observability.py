@@ -93,7 +93,7 @@ def test_steps_are_observed_by_kind():
     metrics = Metrics(FakeEngine().stats, "m")
 
     class Plan:
-        num_decode, num_rows, num_tokens = 2, 2, 2
+        num_decode, num_rows, num_tokens, waiting = 2, 2, 2, ()
 
     metrics.on_step(Plan, 0.01)
     Plan.num_rows = 3
