@@ -4,6 +4,7 @@
     python tools/bench_attention.py --topology=v6e           bundles per KV token, no TPU needed
     python tools/bench_attention.py --topology=v5e --shapes=smollm2,gpt-oss-20b --page_sizes=16
     python tools/bench_attention.py --topology=7x --tune     choose block sizes, keep them as data
+    python tools/bench_attention.py --topology=7x --recount  count anew in the sizes that are kept
     python tools/bench_attention.py --table                  what is kept, beside other kernels
 
 The second form compiles the decode kernel for 64 rows and counts the final bundles of its steady
@@ -19,7 +20,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import pathlib
 import sys
 import tempfile
@@ -32,6 +32,7 @@ CHIPS = {"v5e": (819e9, 1.5e9), "v6e": (1640e9, 1.75e9), "7x": (3685e9, 1.9e9)}
 ROWS, MAX_LEN = 64, 8192
 BLOCKS = (128, 256, 512, 1024, 1536, 2048)  # KV tokens that tuning tries
 TURNS = (1, 2)  # blocks in a turn of the decode loop
+SPLITS = (64, 32)  # tokens in a turn of the loop that splits float32
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TUNED = ROOT / "pallas_kernels" / "tuned"
 OTHERS = {
@@ -50,13 +51,13 @@ class Decode:
     turn: int  # blocks in a turn of the loop
     loop: schedule.Loop
     split: list[schedule.Loop]  # inside it: the loops that split float32 blocks, or nothing
+    split_tokens: int  # in a turn of them
 
     @property
     def per_token(self) -> float:
-        from jaxserve.pallas_kernels.ragged_paged_attention.tpu_body import SPLIT_TOKENS
-
-        more_turns = self.block // SPLIT_TOKENS - 1
-        bundles = self.loop.bundles + sum(more_turns * loop.bundles for loop in self.split)
+        bundles = self.loop.bundles
+        more_turns = self.block // self.split_tokens - 1
+        bundles += sum(more_turns * loop.bundles for loop in self.split)
         return round(bundles / (self.turn * self.block), 2)
 
     @property
@@ -69,9 +70,7 @@ def bundles(topology, names, page_sizes, kv_dtype, block_tokens, tune):
     import deviceless
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
+        deviceless.prepare(folder)
         target = deviceless.describe(topology)
         print(
             f"{'shape':22s}{'page':>5s}{'block':>6s}{'bundles/token':>15s}{'HBM cycles':>12s}  ops"
@@ -90,25 +89,75 @@ def bundles(topology, names, page_sizes, kv_dtype, block_tokens, tune):
                 keep(target, topology, name, page_size, kv_dtype, decode)
 
 
+def recount(topology, names, page_sizes, kv_dtype):
+    """Counts the kept blocks of a chip again, after a change of the kernel; keeps the counts."""
+    import deviceless
+
+    from jaxserve.pallas_kernels.ragged_paged_attention import shapes
+
+    with tempfile.TemporaryDirectory() as folder:
+        deviceless.prepare(folder)
+        target = deviceless.describe(topology)
+        file = tuned_file(target)
+        by_heads = {f"{s.H}/{s.J}/{s.E}": s.name for s in shapes.SHAPES if s.name in names}
+        for key in json.loads(file.read_text()):
+            heads, _, page_size, dtype, kind = key.split(" ")
+            wanted = heads in by_heads and int(page_size) in page_sizes and kind == "decode"
+            if not wanted or kv_dtype not in (None, dtype):
+                continue
+            table = json.loads(file.read_text())
+            sizes = table[key]["parameters"]
+            decode = measure_decode(
+                target, folder, by_heads[heads], int(page_size), dtype, sizes["block_tokens"]
+            )
+            before = table[key]["measured"]["bundles_per_token"]
+            print(f"{key:40s}{before:8.2f} -> {decode.per_token:.2f}", flush=True)
+            table[key]["measured"] |= counts(decode)
+            file.write_text(json.dumps(table, indent=2) + "\n")
+
+
+def tuned_file(target) -> pathlib.Path:
+    from jaxserve.pallas_kernels import tuning
+
+    with target.context():
+        return TUNED / tuning.device_kind() / "ragged_paged_attention.json"
+
+
+def counts(decode: Decode) -> dict:
+    fills, spills = (decode.loop.ops.get(unit, 0) for unit in ("fills", "spills"))
+    return {"bundles_per_token": decode.per_token, "fills": fills, "spills": spills}
+
+
 def hbm_cycles(topology, name, kv_dtype) -> float:
     """Cycles in which HBM delivers one token's K and V to one core; NaN for an unknown chip."""
     bytes_s, clock = CHIPS.get(topology, (float("nan"), 1))
     return token_bytes(name, kv_dtype) / bytes_s * clock
 
 
-def measure_decode(target, folder, name, page_size, kv_dtype, block_tokens, turn=None) -> Decode:
+def measure_decode(
+    target, folder, name, page_size, kv_dtype, block_tokens, turn=None, split_tokens=None
+) -> Decode:
     for file in pathlib.Path(folder).iterdir():
         file.unlink()
-    block, turn = compile_decode(target, name, page_size, kv_dtype, block_tokens, turn)
+    plan = compile_decode(target, name, page_size, kv_dtype, block_tokens, turn, split_tokens)
     (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
     loop = schedule.decode_loop(loops)
     split = schedule.inside(loops, loop)
-    expected = turn if kv_dtype == "float32" else 0
+    expected = plan.turn_blocks if plan.splits else 0
     assert len(split) == expected, "bundles would count a loop's turns once"
-    return Decode(block, turn, loop, split)
+    return Decode(plan.block_tokens, plan.turn_blocks, loop, split, plan.split_tokens)
 
 
 def tuned(measure, page_size) -> Decode:
+    """The best sizes that stay in registers; float32 is split in shorter turns if that helps."""
+    for split_tokens in SPLITS:
+        best = tuned_turn(functools.partial(measure, split_tokens=split_tokens), page_size)
+        if best.stays_in_registers:
+            return best
+    return best
+
+
+def tuned_turn(measure, page_size) -> Decode:
     """The smallest block within 3 % of the best; two of them a turn where that saves 1 %."""
     one, two = (smallest(functools.partial(measure, turn=turn), page_size) for turn in TURNS)
     better = two.per_token <= 0.99 * one.per_token
@@ -132,21 +181,20 @@ def smallest(measure, page_size) -> Decode:
 
 def keep(target, topology, name, page_size, kv_dtype, decode: Decode):
     """Writes a block size and its measurement into the tuned data of the chip."""
-    from jaxserve.pallas_kernels import tuning
     from jaxserve.pallas_kernels.ragged_paged_attention import shapes
 
     shape = next(s for s in shapes.SHAPES if s.name == name)
-    with target.context():
-        file = TUNED / tuning.device_kind() / "ragged_paged_attention.json"
+    file = tuned_file(target)
     table = json.loads(file.read_text()) if file.is_file() else {}
     key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} {kv_dtype} decode"
     arguments = f"--topology={topology} --shapes={name} --page_sizes={page_size}"
+    parameters = {"block_tokens": decode.block, "turn_blocks": decode.turn}
+    if decode.split:
+        parameters["split_tokens"] = decode.split_tokens
     table[key] = {
-        "parameters": {"block_tokens": decode.block, "turn_blocks": decode.turn},
+        "parameters": parameters,
         "measured": {
-            "bundles_per_token": decode.per_token,
-            "fills": decode.loop.ops.get("fills", 0),
-            "spills": decode.loop.ops.get("spills", 0),
+            **counts(decode),
             "hbm_cycles_per_token": round(hbm_cycles(topology, name, kv_dtype), 2),
             "how": f"tools/bench_attention.py {arguments} --kv_dtype={kv_dtype} --tune",
         },
@@ -217,8 +265,8 @@ def token_bytes(name, kv_dtype):
     return 2 * shape.J * shape.E * jnp.dtype(kv_dtype).itemsize
 
 
-def compile_decode(target, name, page_size, kv_dtype, block_tokens, turn_blocks):
-    """Compiles the decode kernel for the target; -> (tokens of its KV block, blocks a turn)."""
+def compile_decode(target, name, page_size, kv_dtype, block_tokens, turn_blocks, split_tokens):
+    """Compiles the decode kernel for the target; -> its Plan."""
     import jax
     import jax.numpy as jnp
 
@@ -246,7 +294,8 @@ def compile_decode(target, name, page_size, kv_dtype, block_tokens, turn_blocks)
         return tpu.ragged_paged_attention(
             q, k, v, kv_pages, batch,
             layer=layer, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
-            sinks=sinks, block_tokens=block_tokens, turn_blocks=turn_blocks, decode_only=True,
+            sinks=sinks, block_tokens=block_tokens, turn_blocks=turn_blocks,
+            split_tokens=split_tokens, decode_only=True,
         )  # fmt: skip
 
     tpu.call = spy
@@ -264,7 +313,7 @@ def compile_decode(target, name, page_size, kv_dtype, block_tokens, turn_blocks)
         )
     finally:
         tpu.call = call
-    return plans[0].block_tokens, plans[0].turn_blocks
+    return plans[0]
 
 
 def timed(names, page_size, kv_dtype, backend):
@@ -325,6 +374,7 @@ def main(argv=None) -> int:
     parser.add_argument("--kv_dtype", default=None, help="default: bfloat16, on CPU float32")
     parser.add_argument("--block_tokens", type=int, default=None)
     parser.add_argument("--tune", action="store_true", help="try block sizes, keep the best")
+    parser.add_argument("--recount", action="store_true", help="count what is kept, keep counts")
     parser.add_argument("--backend", default=None)
     parser.add_argument("--table", action="store_true", help="print what is kept, measure nothing")
     args = parser.parse_args(argv)
@@ -334,11 +384,13 @@ def main(argv=None) -> int:
     import deviceless
 
     pages = [int(size) for size in args.page_sizes.split(",")]
+    if args.topology:
+        deviceless.prepare()
     try:
-        if args.topology:
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")
         names = args.shapes.split(",") if args.shapes else all_shapes()
-        if args.topology:
+        if args.topology and args.recount:
+            recount(args.topology, names, pages, args.kv_dtype)
+        elif args.topology:
             kv_dtype = args.kv_dtype or "bfloat16"
             bundles(args.topology, names, pages, kv_dtype, args.block_tokens, args.tune)
         else:

@@ -84,6 +84,15 @@ class Target:
                 raise Missing(f"{reason} Try --num_pages, or fewer --layers.") from error
 
 
+def prepare(schedules=None) -> None:
+    """Sets the environment, before jax is imported; schedules: a folder for the compiler's."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip that two would share
+    if schedules is not None:
+        os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(schedules)
+
+
 def describe(topology: str) -> Target:
     """The target of a topology name. Raises Missing where its compiler is not installed."""
     topology = ALIASES.get(topology, topology)
@@ -321,10 +330,8 @@ def parts(args):
 def main(argv=None) -> int:
     args = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
-        if not args.step:  # the texts of a whole step take longer to write than it to compile
-            os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(folder)
+        # The texts of a whole step take longer to write than it to compile.
+        prepare(None if args.step else folder)
         try:
             target = describe(args.topology)
             for part in parts(args):

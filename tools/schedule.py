@@ -2,7 +2,7 @@
 
 A TPU core issues one bundle of instructions a cycle when nothing stalls. So the bundles of a loop's
 body are its cycles at best, and what a bundle holds tells which unit bounds it. The compiler writes
-both as text when it is started with `DUMP_FLAGS`.
+both as text when it is started with `dump_flags`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _BUNDLE = re.compile(
 
 
 def dump_flags(folder) -> str:
-    """Value of LIBTPU_INIT_ARGS that makes the compiler write its schedules into folder."""
-    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    """Value of LIBTPU_INIT_ARGS that makes the compiler write its final schedules into folder."""
+    only = "--xla_jf_dump_llo_pass_label_regex=final"  # all passes would take longer than compiling
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {only}"
 
 
 @dataclasses.dataclass(frozen=True)

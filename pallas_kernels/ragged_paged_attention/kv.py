@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .. import dispatch, native
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; a cast of more gives NaN, not 448
+LANES = 128  # of a TPU register
 CODE_MAX = {"int8": 127.0, "int16": 32767.0, "float8_e4m3fn": FP8_MAX}
 FP8_LEAST = 2.0**-6  # smallest normal one; below it, processors that flush disagree with others
 
@@ -52,7 +53,8 @@ class KVSpec:
 class KVPages:
     """The stacked cache of all layers. Donated to every step and updated in place.
 
-    data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, K, W] with W = 2 * J * E, rounded up.
+    data: [L, G, J, 2, K, E] (2: K then V), or on TPU [L, G, C, K, 128]: all K heads, then all V
+      heads, side by side in C columns of 128 lanes.
       In native code on the CPU a page's K are turned, [K / 16, E, 16] in the place of [K, E] (whole
       where 16 does not divide K): there a vector holds one element of 16 keys.
     scale: None, or for codes float32 [L, G, J, 2, K], on TPU [L, G, 2J, K]: value = data *
@@ -71,13 +73,13 @@ def kv_page_shape(spec: KVSpec, num_pages: int, backend: str) -> tuple[int, ...]
         raise ValueError("KV dtype int16 is for the CPU: choose bfloat16, int8 or float8_e4m3fn")
     L, J, K, E = spec.num_layers, spec.num_kv_heads, spec.page_size, spec.head_dim
     if backend in ("tpu", "interpret"):
-        return (L, num_pages, K, tpu_lanes(J, E))
+        return (L, num_pages, tpu_columns(J, E), K, LANES)
     return (L, num_pages, J, 2, K, E)
 
 
-def tpu_lanes(num_kv_heads: int, head_dim: int) -> int:
-    """Lanes of a page row on TPU: all K heads, then all V heads, rounded up to whole registers."""
-    return -(-2 * num_kv_heads * head_dim // 128) * 128
+def tpu_columns(num_kv_heads: int, head_dim: int) -> int:
+    """How many columns of 128 lanes all K heads and all V heads take on TPU."""
+    return -(-2 * num_kv_heads * head_dim // LANES)
 
 
 def kv_page_specs(spec: KVSpec, num_pages: int, backend: str) -> KVPages:
@@ -134,10 +136,11 @@ def to_layout(pages: KVPages, backend: str) -> KVPages:
         return pages
     L, G, J, _, K, E = pages.data.shape
     rows = pages.data.transpose(0, 1, 4, 3, 2, 5).reshape(L, G, K, 2 * J * E)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, tpu_lanes(J, E) - 2 * J * E)))
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, -2 * J * E % LANES)))
+    columns = rows.reshape(L, G, K, -1, LANES).swapaxes(2, 3)
     if pages.scale is None:
-        return KVPages(rows)
-    return KVPages(rows, pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K))
+        return KVPages(columns)
+    return KVPages(columns, pages.scale.transpose(0, 1, 3, 2, 4).reshape(L, G, 2 * J, K))
 
 
 def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) -> KVPages:
@@ -146,9 +149,10 @@ def from_layout(pages: KVPages, backend: str, num_kv_heads: int, head_dim: int) 
         return pages.replace(data=_turn_keys(pages.data, to_cpu=False))
     if backend not in ("tpu", "interpret"):
         return pages
-    L, G, K, _ = pages.data.shape
+    L, G, _, K, _ = pages.data.shape
     J, E = num_kv_heads, head_dim
-    rows = pages.data[..., : 2 * J * E].reshape(L, G, K, 2, J, E).transpose(0, 1, 4, 3, 2, 5)
+    rows = pages.data.swapaxes(2, 3).reshape(L, G, K, -1)[..., : 2 * J * E]
+    rows = rows.reshape(L, G, K, 2, J, E).transpose(0, 1, 4, 3, 2, 5)
     if pages.scale is None:
         return KVPages(rows)
     return KVPages(rows, pages.scale.reshape(L, G, 2, J, K).transpose(0, 1, 3, 2, 4))

@@ -21,27 +21,28 @@ from .tpu_numbers import E4M3_STEP, LANES, SUBLANES
 
 def ragged_paged_attention(
     q_THE, k_TJE, v_TJE, kv_pages, batch, *, layer, scale, window=None, soft_cap=None, sinks=None,
-    interpret=False, block_tokens=None, span_tokens=None, turn_blocks=None, tile_tokens=None,
-    decode_only=False,
+    interpret=False, block_tokens=None, span_tokens=None, turn_blocks=None, split_tokens=None,
+    tile_tokens=None, decode_only=False,
 ):  # fmt: skip
-    """See api.ragged_paged_attention. kv_pages.data: [L, G, K, W], K and V heads side by side.
+    """See api.ragged_paged_attention. kv_pages.data: [L, G, C, K, 128], see kv.py.
 
-    block_tokens, span_tokens, turn_blocks and tile_tokens override what tpu_sizes chooses.
+    block_tokens, span_tokens, turn_blocks, split_tokens and tile_tokens override what tpu_sizes
+    chooses.
     decode_only: the caller knows that every row is a decode row: the other kernel is left out.
     """
     T = q_THE.shape[0]
     rows = min(batch.kv_len_S.shape[0], T)
-    K, W = kv_pages.data.shape[2:]
+    C, K = kv_pages.data.shape[2:4]
     group = 32 // kv_pages.data.dtype.itemsize
     least = max(group, 16)  # float32 is split into bfloat16, whose tiles are 16 tokens high
     if K % least:
         dtype = kv_pages.data.dtype.name
         raise ValueError(f"page_size={K}: with {dtype} KV on TPU, use a multiple of {least}")
-    new_kv, scales = token_rows(k_TJE, v_TJE, W), None
+    new_kv, scales = token_rows(k_TJE, v_TJE, C), None
     if kv_pages.scale is not None:
         if K % LANES:
             raise ValueError(f"page_size={K}: with 8-bit KV on TPU, use a multiple of {LANES}")
-        new_kv, new_scales = quantised_rows(k_TJE, v_TJE, W, kv_pages.data.dtype)
+        new_kv, new_scales = quantised_rows(k_TJE, v_TJE, C, kv_pages.data.dtype)
         page_T, slot_T = token_places(batch, T, K)
         page_T = jnp.where(page_T < 0, kv_pages.scale.shape[1], page_T)  # padding: dropped
         # Indexed down to single numbers: XLA would otherwise turn the whole array over to scatter.
@@ -54,6 +55,7 @@ def ragged_paged_attention(
         new_kv=new_kv, scales=scales, batch=batch, J=k_TJE.shape[1], layer=layer, scale=scale,
         window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
         block_tokens=block_tokens, span_tokens=span_tokens, turn_blocks=turn_blocks,
+        split_tokens=split_tokens,
     )  # fmt: skip
     token_T = jnp.arange(T, dtype=jnp.int32)
     if tile_tokens is None:
@@ -87,11 +89,11 @@ def interpreted(*args, **options):
 
 def run_tiles(
     q_itHE, pages, tiles, *, new_kv, scales, batch, J, layer, scale, window, soft_cap, sinks,
-    interpret, block_tokens, span_tokens, turn_blocks,
+    interpret, block_tokens, span_tokens, turn_blocks, split_tokens,
 ):  # fmt: skip
     """One kernel call. -> (out_itHE, pages)."""
     _, t, H, E = q_itHE.shape
-    K = pages.shape[2]
+    K = pages.shape[3]
     heads = choose_set(H, J, E, tiles.tokens)
     k_lanes, v_lanes, lanes, k_offset, v_offset = set_windows(J, E, heads)
     exact = jnp.float32 in (q_itHE.dtype, pages.dtype)
@@ -126,6 +128,7 @@ def run_tiles(
         soft_cap=soft_cap,
         compute_dtype=jnp.dtype(jnp.float32 if exact else jnp.bfloat16),
         splits=pages.dtype == jnp.float32,
+        split_tokens=split_tokens or tpu_sizes.split_tokens(key),
         set_heads=heads,
         num_kv_heads=J,
         quantised=scales is not None,
@@ -177,20 +180,20 @@ def choose_set(H, J, E, tile_tokens):
     return next((n for n in fits if n * (H // J) >= SUBLANES), fits[-1])
 
 
-def token_rows(k_TJE, v_TJE, W):
-    """-> float32 [T, W / 128, 128]: a token's K heads, then its V heads, then zeros."""
+def token_rows(k_TJE, v_TJE, columns):
+    """-> float32 [T, columns, 128]: a token's K heads, then its V heads, then zeros."""
     T = k_TJE.shape[0]
     rows = jnp.concatenate([k_TJE.reshape(T, -1), v_TJE.reshape(T, -1)], axis=1)
-    rows = jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, W - rows.shape[1])))
-    return rows.reshape(T, W // LANES, LANES)
+    rows = jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, columns * LANES - rows.shape[1])))
+    return rows.reshape(T, columns, LANES)
 
 
-def quantised_rows(k_TJE, v_TJE, W, dtype):
-    """-> (8-bit codes as float32 [T, W / 128, 128], their scales [T, 2J])."""
+def quantised_rows(k_TJE, v_TJE, columns, dtype):
+    """-> (8-bit codes as float32 [T, columns, 128], their scales [T, 2J])."""
     k_codes, k_scales = quantise(k_TJE, dtype)
     v_codes, v_scales = quantise(v_TJE, dtype)
     as_float = lambda codes: codes.astype(jnp.float32)
-    rows = token_rows(as_float(k_codes), as_float(v_codes), W)
+    rows = token_rows(as_float(k_codes), as_float(v_codes), columns)
     return rows, jnp.concatenate([k_scales, v_scales], axis=1)
 
 

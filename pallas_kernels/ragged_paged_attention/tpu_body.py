@@ -10,12 +10,12 @@ A grid step is one tile: a few tokens of one row, all heads. Three things happen
 3. Softmax runs online, in base 2, on float32 scores. The matrix unit multiplies bfloat16: what
    becomes of other numbers is in tpu_numbers.py.
 
-Heads lie side by side in a page's lanes, whatever their size. A *set* is a few heads multiplied at
-once: its queries are zero outside their own head's lanes, so one matmul over the set's lanes gives
-each head its own scores. That fills sublanes that small groups would leave empty, and head sizes
-that are no multiple of 128 lanes need no shuffles.
+Heads lie side by side in a page's columns of 128 lanes, whatever their size. A *set* is a few heads
+multiplied at once: its queries are zero outside their own head's lanes, so one matmul over the
+set's lanes gives each head its own scores. That fills sublanes that small groups would leave empty,
+and head sizes that are no multiple of 128 lanes need no shuffles.
 
-Names: R rows of a tile in a set (tokens x heads), B tokens of a block, W lanes of a page, w lanes
+Names: R rows of a tile in a set (tokens x heads), B tokens of a block, C columns of a page, w lanes
 of a set, s sets, p pages of a block, g tokens of a group.
 """
 
@@ -23,27 +23,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .tpu_numbers import (
-    E4M3_STEP,
-    LANES,
-    PARTS,
-    matmul,
-    split_float32,
-    unpack_e4m3,
-    unpacked_order,
-)
+from .tpu_numbers import E4M3_STEP, LANES, PARTS, matmul
+from .tpu_read import lanes_of, order_scales, row_scales, split_span, token_order
 from .tpu_write import WRITE_BUFFERS, write_groups
 
 NEGATIVE = -1e30  # finite: the difference of two of them is 0, not NaN
 LOG2_E = 1.4426950408889634
-SPLIT_TOKENS = 64  # of a float32 block, in one turn of split_span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +59,7 @@ class Plan:
     soft_cap: float | None
     compute_dtype: jnp.dtype  # of queries and probabilities
     splits: bool  # pages hold float32, see split_span
+    split_tokens: int  # in one turn of its loop
     set_heads: int  # KV heads of a set
     num_kv_heads: int
     quantised: bool  # pages hold 8-bit codes, with a scale per slot and head
@@ -107,19 +99,19 @@ class Refs:
     q: object  # VMEM [1, s, R, w]
     rows: object  # VMEM [2, R, 128] int32: which token of the tile a row is; which head of its set
     first_max: object  # VMEM [s, R, 128] what the maximum starts from: sinks, or NEGATIVE
-    new_kv: object  # HBM [tokens, W / 128, 128] float32
+    new_kv: object  # HBM [tokens, C, 128] float32
     pages_in: object  # aliased to `pages`
     scales: object = None  # HBM [L * G, 2J, K] float32; 8-bit pages only
     out: object  # VMEM [1, s, R, w]
-    pages: object  # HBM [L * G, K, W]
-    kv: object  # VMEM [2, p, K, W]
+    pages: object  # HBM [L * G, C, K, 128]
+    kv: object  # VMEM [2, p, C, K, 128]
     scale_buffer: object = None  # VMEM [2, p, 2J, K] float32; 8-bit pages only
-    parts: object = None  # VMEM [PARTS, B, W] bfloat16: the block in parts; float32 pages only
+    parts: object = None  # VMEM [PARTS, C, B, 128] bfloat16: the block in parts; float32 pages only
     max: object  # VMEM [s, R, 128] float32
     sum: object  # VMEM [s, R, 128] float32
     value: object  # VMEM [s, R, w] float32
-    old: object  # VMEM [WRITE_BUFFERS, g, W]
-    new: object  # VMEM [WRITE_BUFFERS, g, W / 128, 128] float32
+    old: object  # VMEM [WRITE_BUFFERS, C, g, 128]
+    new: object  # VMEM [WRITE_BUFFERS, g, C, 128] float32
     parity: object  # SMEM [1] the buffer that holds the tile's first block
     fetch_sems: object  # [2]
     write_sems: object  # [3, WRITE_BUFFERS] old in, new in, merged out
@@ -235,7 +227,7 @@ def rest_copies(refs, plan, tile, block, buffer, p, slots=slice(None)):
     page = refs.layer[0] * plan.pages_per_layer
     page += refs.page_table[at + block * plan.block_pages + p]
     sem = refs.fetch_sems.at[buffer]
-    codes = refs.pages.at[page, slots], refs.kv.at[buffer, p, slots]
+    codes = refs.pages.at[page, :, slots], refs.kv.at[buffer, p, :, slots]
     if not plan.quantised:
         return [pltpu.make_async_copy(*codes, sem)]
     # Scales of a page come whole, again with each of its groups: tails of rows are short.
@@ -370,91 +362,17 @@ def attend(refs, plan, tile, span: Span):
             add_values(s, *weigh(s, scores(s)))
 
 
-def token_order(plan, rows, tokens):
-    """-> int32 [rows, tokens]: which token of a span is which column of the scores."""
-    column = jax.lax.broadcasted_iota(jnp.int32, (rows, tokens), 1)
-    return unpacked_order(column) if plan.unpacks_fp8 else column
-
-
-def split_span(refs, plan, span):
-    """Writes the bfloat16 parts of float32 tokens to VMEM, for all sets at once.
-
-    Left to the matmuls, each set's would live in registers, and most would be spilled: a loop of
-    its own keeps few of them at a time.
-    """
-    rows, lanes, W = 16, 4 * LANES, refs.kv.shape[-1]  # rows: of a tile of bfloat16
-
-    @pl.loop(0, span.tokens // SPLIT_TOKENS)
-    def _(turn):
-        for row, lane in itertools.product(range(0, SPLIT_TOKENS, rows), range(0, W, lanes)):
-            token = pl.multiple_of(turn * SPLIT_TOKENS + row, rows)
-            page = span.page + token // plan.page_size
-            slots = pl.ds(pl.multiple_of(token % plan.page_size, rows), rows)
-            here = pl.ds(lane, min(lanes, W - lane))
-            for n, x in enumerate(split_float32(refs.kv[span.buffer, page, slots, here])):
-                refs.parts[n, pl.ds(token, rows), here] = x.astype(jnp.bfloat16)
-
-
-def order_scales(refs, plan, span):
-    """Puts a span's scales, as they came from memory, in the order of its unpacked tokens."""
-    rows = refs.scale_buffer.shape[2]
-    source = unpacked_order(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1))
-    for p in range(span.pages):
-        for start in range(0, plan.page_size, LANES):
-            at = (span.buffer, span.page + p, slice(None), pl.ds(start, LANES))
-            scales = refs.scale_buffer[at]
-            refs.scale_buffer[at] = jnp.take_along_axis(
-                scales, source, axis=1, mode="promise_in_bounds"
-            )
-
-
-def lanes_of(refs, plan, span, starts, s):
-    """-> the bfloat16 parts [tokens, w] of what is in VMEM: the lanes of set s."""
-    if isinstance(s, int):
-        at = starts[s]
-    else:
-        step = starts[1] - starts[0]
-        assert all(b - a == step for a, b in itertools.pairwise(starts)) and step % LANES == 0
-        at = pl.multiple_of(starts[0] + s * step, LANES)
-    if plan.unpacks_fp8:
-        unpacked = []
-        for p in range(span.pages):
-            for start in range(0, plan.page_size, LANES):
-                here = pl.ds(start, LANES), pl.ds(at, plan.set_lanes)
-                unpacked += unpack_e4m3(refs.kv[span.buffer, span.page + p, *here])
-        return [jnp.concatenate(unpacked, axis=0)]
-    lanes = pl.ds(at, plan.set_lanes)
-    if plan.splits:
-        return [refs.parts[n, pl.ds(0, span.tokens), lanes] for n in range(PARTS)]
-    tokens = refs.kv[span.buffer, pl.ds(span.page, span.pages), :, lanes]
-    return [tokens.reshape(span.tokens, plan.set_lanes).astype(jnp.bfloat16)]
-
-
-def row_scales(refs, plan, span, first):
-    """-> [R, tokens]: scales of the rows from `first` on, at the queries of a set's heads."""
-    head = jnp.tile(refs.rows[1], (1, span.tokens // LANES))
-    result = jnp.zeros(head.shape, jnp.float32)
-    for h in range(plan.set_heads):
-        of_pages = [
-            refs.scale_buffer[span.buffer, span.page + p, pl.ds(first + h, 1)]
-            for p in range(span.pages)
-        ]
-        scale = jnp.concatenate(of_pages, axis=1)
-        result = jnp.where(head == h, scale, result)
-    return result
-
-
 def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_bytes):
     """Runs the kernel. arguments: the fields of Refs before `out`. -> (out, pages)."""
     q, pages = arguments[7], arguments[11]
     _, sets, rows, lanes = q.shape
-    W = pages.shape[-1]
+    C = pages.shape[1]
     optional = []
     if plan.quantised:
         page_scales = arguments[12].shape[1:]
         optional.append(pltpu.VMEM((2, plan.block_pages, *page_scales), jnp.float32))
     if plan.splits:
-        optional.append(pltpu.VMEM((PARTS, plan.block_tokens, W), jnp.bfloat16))
+        optional.append(pltpu.VMEM((PARTS, C, plan.block_tokens, LANES), jnp.bfloat16))
     by_tile = pl.BlockSpec((1, sets, rows, lanes), lambda i, *_: (i, 0, 0, 0))
     fixed = lambda *shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape))
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -472,13 +390,13 @@ def call(plan: Plan, arguments, *, num_tiles, out_dtype, sinks, interpret, vmem_
             + [hbm] * (len(arguments) - 10),
             out_specs=[by_tile, hbm],
             scratch_shapes=[
-                vmem((2, plan.block_pages, plan.page_size, W), pages.dtype),
+                vmem((2, plan.block_pages, C, plan.page_size, LANES), pages.dtype),
                 *optional,
                 vmem((sets, rows, LANES), f32),
                 vmem((sets, rows, LANES), f32),
                 vmem((sets, rows, lanes), f32),
-                vmem((WRITE_BUFFERS, plan.group_tokens, W), pages.dtype),
-                vmem((WRITE_BUFFERS, plan.group_tokens, W // LANES, LANES), f32),
+                vmem((WRITE_BUFFERS, C, plan.group_tokens, LANES), pages.dtype),
+                vmem((WRITE_BUFFERS, plan.group_tokens, C, LANES), f32),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((3, WRITE_BUFFERS)),

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-LANES, SUBLANES = 128, 8  # of a register
+from .kv import LANES
+
+SUBLANES = 8  # of a register, of LANES each
 E4M3_STEP = 2.0**60  # twice this is by how much unpacked fp8 numbers are too small, see unpack_e4m3
 PARTS = 3  # bfloat16 numbers that a float32 one is the sum of
 

@@ -12,6 +12,7 @@ from .tpu_write import WRITE_BUFFERS
 
 OP = "ragged_paged_attention"
 MAX_BLOCK_TOKENS = 1024
+SPLIT_TOKENS = 64  # of a float32 block, in one turn of tpu_read.split_span
 SPAN_TOKENS = 512  # of a block that a row may not fill, computed at once
 BUFFER_BYTES = 8 * 2**20  # of the two KV buffers: enough to hide a DMA's latency many times over
 SCORE_REGISTERS = 32  # float32 registers a block's scores may fill before they spill
@@ -31,8 +32,8 @@ def choose(block_tokens, pages, *, rows, sets, lanes, tile_tokens, window, key):
     block_tokens: a wish, or None for the tuned size or the heuristic, cut down to what a tile can
     see through a window. rows: query rows of a tile in a set. ValueError when nothing fits.
     """
-    K, W = pages.shape[2:]
-    itemsize = pages.dtype.itemsize
+    C, K = pages.shape[2:4]
+    W, itemsize = C * LANES, pages.dtype.itemsize
     parts = PARTS if pages.dtype == jnp.float32 else 1
     least = math.lcm(K, LANES)  # scores have whole registers of tokens
     if block_tokens is None:
@@ -74,6 +75,12 @@ def turn_blocks(key) -> int:
     """Blocks in a turn of the steady loop: two where that was measured to take fewer cycles."""
     tuned = tuning.lookup(OP, key)
     return tuned.get("turn_blocks", 1) if tuned else 1
+
+
+def split_tokens(key) -> int:
+    """Tokens of a float32 block split in one turn: fewer where more were seen to spill."""
+    tuned = tuning.lookup(OP, key)
+    return tuned.get("split_tokens", SPLIT_TOKENS) if tuned else SPLIT_TOKENS
 
 
 def _fits(block_tokens, token_bytes, rows, sets, tile_tokens):

@@ -36,7 +36,7 @@ def write_groups(refs, plan):
             return pltpu.make_async_copy(new, refs.new.at[buffer, here], sem)
         slots = pl.ds(pl.multiple_of(slot, plan.group_tokens), plan.group_tokens)
         page += refs.layer[0] * plan.pages_per_layer
-        place, old = refs.pages.at[page, slots], refs.old.at[buffer]
+        place, old = refs.pages.at[page, :, slots], refs.old.at[buffer]
         return pltpu.make_async_copy(*((place, old) if kind == 0 else (old, place)), sem)
 
     @pl.loop(0, num_groups + WRITE_LEAD)
@@ -69,10 +69,9 @@ def merge(refs, plan, i):
     low, high = refs.group[3, i], refs.group[4, i]
     slot = jax.lax.broadcasted_iota(jnp.int32, (plan.group_tokens, LANES), 0)
     for c in range(refs.new.shape[2]):
-        lanes = pl.ds(c * LANES, LANES)
-        old = refs.old[buffer, :, lanes].astype(jnp.float32)
+        old = refs.old[buffer, c].astype(jnp.float32)
         new = jnp.where(slot < high, refs.new[buffer, :, c], 0)
         merged = jnp.where(slot < low, old, new)
         if refs.old.dtype == jnp.int8:
             merged = merged.astype(jnp.int32)
-        refs.old[buffer, :, lanes] = merged.astype(refs.old.dtype)
+        refs.old[buffer, c] = merged.astype(refs.old.dtype)

@@ -29,7 +29,7 @@ def test_sets_cover_every_head_once_at_aligned_lanes(shape, tile_tokens):
         assert k % 128 == 0 and v % 128 == 0
         assert k + k_offset == s * heads * shape.E
         assert v + v_offset == (shape.J + s * heads) * shape.E
-        assert v + lanes <= shapes.kv.tpu_lanes(shape.J, shape.E)
+        assert v + lanes <= 128 * shapes.kv.tpu_columns(shape.J, shape.E)
     assert len(k_lanes) * heads == shape.J
 
 
@@ -55,7 +55,7 @@ def test_blocks_are_whole_pages_and_registers(shape, page_size):
     )
     tokens = count * page_size
     assert tokens % math.lcm(page_size, 128) == 0
-    assert 2 * tokens * pages.shape[-1] * 2 <= tpu_sizes.VMEM_BYTES
+    assert 2 * count * math.prod(pages.shape[2:]) * 2 <= tpu_sizes.VMEM_BYTES
 
 
 def test_blocks_hold_no_more_than_a_window_shows():
@@ -141,6 +141,7 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
         assert len(heads.split("/")) == 3 and kind in ("decode", "mixed")
         assert entry["parameters"]["block_tokens"] % math.lcm(int(page), 128) == 0
         assert entry["parameters"].get("turn_blocks", 1) in (1, 2)
+        assert entry["parameters"].get("split_tokens", 64) in (32, 64)
         assert entry["measured"]["bundles_per_token"] > 0
         assert dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn")
         found = tuning.lookup("ragged_paged_attention", key, CHIPS[chip])
@@ -153,16 +154,18 @@ def test_tuned_data_names_known_parameters_and_its_measurement(chip):
 def test_decode_loops_stay_in_registers_and_ahead_of_others(chip, page_size, shape):
     """As few bundles a token as RPA v3 with pages of 128, four fifths with pages of 16.
 
-    As few as tokamax's kernel too. On 7x, where a DMA takes longer to describe, that or as few as
-    memory takes cycles.
+    As few as tokamax's kernel too. Float32 pages, which it and RPA v3 were not counted with, stay
+    in registers.
     """
-    key = f"{shape.H}/{shape.J}/{shape.E} page {page_size} bfloat16 decode"
-    measured = tuned(chip)[key]["measured"]
-    assert measured["fills"] == measured["spills"] == 0
-    ours, rpa_v3 = measured["bundles_per_token"], others(RPA_V3, chip, shape, page_size)
+    key = f"{shape.H}/{shape.J}/{shape.E} page {page_size}"
+    bfloat16, float32 = (
+        tuned(chip)[f"{key} {dtype} decode"]["measured"] for dtype in ("bfloat16", "float32")
+    )
+    for measured in (bfloat16, float32):
+        assert measured["fills"] == measured["spills"] == 0
+    ours, rpa_v3 = bfloat16["bundles_per_token"], others(RPA_V3, chip, shape, page_size)
     assert ours <= rpa_v3 * (0.8 if page_size == 16 else 1.0)
-    tokamax = others(TOKAMAX, chip, shape, page_size) or math.inf
-    assert ours <= max(tokamax, measured["hbm_cycles_per_token"] if chip == "7x" else 0)
+    assert ours <= (others(TOKAMAX, chip, shape, page_size) or math.inf)
 
 
 def test_the_readme_shows_what_was_measured():

@@ -1,16 +1,15 @@
 """Kernels and whole steps through the real TPU and GPU compilers, no chip needed.
 
-Skipped without the extras. One chip a process: libtpu allows one. `tools/bench_attention.py` keeps
-the cycles of every shape as tuned data, which test_attention_sizes.py holds to their goals.
+Skipped without the extras. A process compiles for one chip, several may at once.
+`tools/bench_attention.py` keeps the cycles of every shape as tuned data, which
+test_attention_sizes.py holds to their goals.
 """
 
-import fcntl
 import importlib.util
 import pathlib
 import re
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
@@ -28,15 +27,12 @@ CUDA = pytest.mark.skipif(
 
 
 def run(*arguments):
-    """One at a time on this machine: libtpu refuses a second process, and tests run in several."""
-    with open(pathlib.Path(tempfile.gettempdir()) / "jaxserve-deviceless.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return subprocess.run(
-            [sys.executable, str(TOOL), "compile", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
+    return subprocess.run(
+        [sys.executable, str(TOOL), "compile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
 
 
 def compile_here(*arguments, count=1):
