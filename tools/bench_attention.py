@@ -142,7 +142,7 @@ def measure_decode(
     plan = compile_decode(target, name, page_size, kv_dtype, block_tokens, turn, split_tokens)
     (loops,) = schedule.kernels(folder, "ragged_paged_attention").values()
     loop = schedule.decode_loop(loops)
-    # Of fp8 pages, loops put scales in order, eight heads a turn: one turn is what is counted of them.
+    # Loops that put an fp8 page's scales in order, eight heads a turn, are counted as one turn.
     split = [] if plan.unpacks_fp8 else schedule.inside(loops, loop)
     expected = plan.turn_blocks if plan.splits else 0
     assert len(split) == expected, "bundles would count a loop's turns once"
