@@ -23,7 +23,7 @@ from jaxserve.bench.metrics import Record
 from jaxserve.bench.workload import Item, Workload
 
 _MAX_LINE = 1 << 20  # bytes: of the headers, of an event
-_ASKING_S = 20.0  # for what a server can say at once
+_ASKING_S, _MAX_ANSWER = 20.0, 16 << 20  # seconds, bytes: for what a server can say at once
 _DONE = b"[DONE]"
 
 
@@ -82,10 +82,16 @@ class Api:
 
 
 async def read(api: Api, path: str) -> bytes:
-    """What is at a path below base_url."""
-    parts: list[bytes] = []
-    await _exchange(api, "GET", path, parts.append, _ASKING_S)
-    return b"".join(parts)
+    """What is at a path below base_url. ApiError for more than a server has to say at once."""
+    answer = bytearray()
+
+    def take(part: bytes) -> None:
+        answer.extend(part)
+        if len(answer) > _MAX_ANSWER:
+            raise ApiError(f"an answer of more than {_MAX_ANSWER} bytes")
+
+    await _exchange(api, "GET", path, take, _ASKING_S)
+    return bytes(answer)
 
 
 async def get(api: Api, path: str) -> dict:
@@ -274,14 +280,15 @@ class _Reply(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes: int | None = 0  # so far; None: the head is read
         self._until_closed = True  # where the body tells neither its length nor its end
-        self._refusal: list[bytes] = []
+        self._status = 200
+        self._refusal = b""  # the body of another status, as much of it as is shown
 
     def data_received(self, data: bytes) -> None:
         if self._head_bytes is not None:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._end(ApiError(f"not an HTTP server, or a broken answer: {error}"))
         if (self._head_bytes or 0) > _MAX_LINE:
             self._end(ApiError("headers without an end"))
@@ -294,9 +301,8 @@ class _Reply(asyncio.Protocol):
     def _end(self, error: Exception | None = None) -> None:
         if self.whole.done():
             return
-        if error is None and self._refusal:
-            status, *text = self._refusal
-            error = ApiError(f"{status.decode()}: {b''.join(text).decode(errors='replace')[:300]}")
+        if error is None and self._status != 200:
+            error = ApiError(f"{self._status}: {self._refusal.decode(errors='replace')[:300]}")
         if error is None:
             self.whole.set_result(None)
         else:
@@ -310,10 +316,13 @@ class _Reply(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = None
-        status = self._parser.get_status_code()
-        if status != 200:
-            self._refusal = [str(status).encode()]
-            self._take = self._refusal.append
+        self._status = self._parser.get_status_code()
+        if self._status != 200:
+            self._take = self._take_refusal
+
+    def _take_refusal(self, part: bytes) -> bool:
+        self._refusal += part
+        return len(self._refusal) > 1200  # 300 characters, of four bytes at most
 
     def on_body(self, part: bytes) -> None:
         if self.whole.done():

@@ -197,6 +197,9 @@ def test_addresses_are_checked(url):
         (b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno", "404: no"),
         (b"SSH-2.0\r\n\r\n", "not an HTTP server"),
         (b"", "closed in the middle"),
+        (b"HTTP/1.1 101 Go\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", "101: "),
+        (b"HTTP/1.1 500 No\r\n\r\n" + b"x" * 9999, f"500: {300 * 'x'}"),
+        pytest.param(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(17 << 20), "an answer of more", id="flood"),
     ],
 )
 def test_servers_without_a_model_list(reply, reason):
