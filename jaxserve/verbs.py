@@ -82,6 +82,7 @@ def serve(
     endpoint = server_config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.connect(endpoint)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # which devices are not here is no news
     with Progress(errors) as progress:
         parts = _build(engine_config, scheduling, progress, cache_dir)
         shadow = _shadow(server_config, parts.core)
