@@ -42,13 +42,14 @@ struct JoinOp {
   }
 };
 
-// What a query's vector comes to: its value over its sum, [E] of float or BFloat16 from [depth].
+// What a query's vector comes to: its value over its sum, [E] of float or BFloat16 from [depth]. One that
+// saw nothing is zero; one whose sum is no number is none, though its value may be.
 template <typename Number>
 struct OutputOp {
   using Signature = void(const float* value, float sum, int64_t E, Number* out);
   template <Isa>
   static JAXSERVE_INLINE void Run(const float* value, float sum, int64_t E, Number* out) {
-    Lanes over = Fill(sum > 0 ? sum : 1);
+    Lanes over = Fill(sum == 0 ? 1 : sum);
     for (int64_t e = 0; e < E; e += kLanes) StoreSome(out + e, LoadLanes(value + e) / over, E - e);
   }
 };
