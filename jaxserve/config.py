@@ -51,7 +51,8 @@ class EngineConfig:
     dtype: str = setting(
         "auto",
         "Activations. auto: bfloat16 on TPU and GPU unless weights are wider, else float32. On a "
-        "CPU bfloat16 is faster if the processor has AMX, and keeps 8 bits of every number.",
+        "CPU bfloat16 is faster if the processor multiplies it (AMX, newer AVX-512), and keeps 8 "
+        "bits of every number.",
         choices=("auto", "float32", "bfloat16"),
     )
     kv_dtype: str = setting(

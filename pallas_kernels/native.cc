@@ -33,8 +33,7 @@ int CountProcessors() {
 bool HasAmx() {
 #if defined(JAXSERVE_X86) && defined(__linux__)
   if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-int8") ||
-      !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("avx512bf16") ||
-      !__builtin_cpu_supports("avx512vbmi")) {
+      !__builtin_cpu_supports("amx-bf16")) {
     return false;
   }
   // Linux saves the tile registers only of processes that asked.
@@ -57,7 +56,10 @@ Isa DetectIsa() {
                    __builtin_cpu_supports("avx512vnni") != 0}) {
     if (!has) return Isa::kAvx2;
   }
-  return HasAmx() ? Isa::kAmx : Isa::kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) {
+    return Isa::kAvx512;
+  }
+  return HasAmx() ? Isa::kAmx : Isa::kAvx512Bf16;
 #else
   return Isa::kPlain;
 #endif

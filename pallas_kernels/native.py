@@ -12,7 +12,8 @@ import sysconfig
 
 import jax
 
-ISAS = ("plain", "avx2", "avx512", "amx")  # each contains those before it; native.h's order
+# Each contains those before it; native.h's order.
+ISAS = ("plain", "avx2", "avx512", "avx512bf16", "amx")
 TARGETS = (
     "jaxserve_best_token", "jaxserve_linear_floats", "jaxserve_linear_groups",
     "jaxserve_ragged_attention", "jaxserve_rms_norm", "jaxserve_rotate", "jaxserve_zeros",

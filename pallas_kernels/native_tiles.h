@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "native.h"
+#include "native_short.h"
 
 #if JAXSERVE_X86
 
@@ -23,17 +23,6 @@ JAXSERVE_AMX inline void ConfigureTiles(int64_t rows, int right, int end) {
   }
   asm volatile("" : : "r"(&config) : "memory");  // the intrinsic claims to read eight bytes of it
   _tile_loadconfig(&config);
-}
-
-// 2^x to a ten thousandth of it, exactly 1 at 0, and 0 far below: enough for numbers of 8 bits. The
-// polynomial is the best one for 2^x on [0, 1] that is right at both ends.
-JAXSERVE_AMX inline __m512 Exp2(__m512 x, __mmask16 some) {
-  constexpr int kDown = 1;
-  __m512 r = _mm512_reduce_ps(x, kDown);  // x - floor(x)
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07826794f), r, _mm512_set1_ps(0.22630766f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69542440f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(some, p, x);  // times 2^floor(x)
 }
 
 }  // namespace jaxserve

@@ -2,6 +2,7 @@
 
     python tools/bench_linear.py                                    # every shape and form
     python tools/bench_linear.py --shapes smollm2-gate --forms float32 Q4_1 --rows 1 16
+    python tools/bench_linear.py --dtype bfloat16
 
 Per shape, form and number of rows: the best time of a product, the weight bytes it reads a second,
 its operations a second, and XLA's time for float32 weights. Enough copies of a weight are stacked
@@ -36,7 +37,7 @@ def make_weight(form: str, array_LFD: np.ndarray):
     return array_LFD.astype(jnp.bfloat16 if form == "bfloat16" else np.float32)
 
 
-def best_seconds(weight, rows: int, depth: int, backend: str) -> float:
+def best_seconds(weight, rows: int, depth: int, dtype: str, backend: str) -> float:
     """Of one product, walking the layers of `weight` inside one compiled loop."""
     layers = weight.shape[0]
 
@@ -44,11 +45,12 @@ def best_seconds(weight, rows: int, depth: int, backend: str) -> float:
     def walk(x_TD, weight):
         def step(layer, x_TD):
             y_TF = api.linear(x_TD, weight, layer=layer, backend=backend)
-            return x_TD.at[:, :1].add(y_TF[:, :1] * 1e-30)  # the next product waits for this one
+            first = y_TF[:, :1] * jnp.asarray(1e-30, dtype)
+            return x_TD.at[:, :1].add(first)  # the next product waits for this one
 
         return jax.lax.fori_loop(0, layers, step, x_TD)
 
-    x_TD = jnp.asarray(np.random.default_rng(1).standard_normal((rows, depth), np.float32))
+    x_TD = jnp.asarray(np.random.default_rng(1).standard_normal((rows, depth), np.float32), dtype)
     walk(x_TD, weight).block_until_ready()
     best, begin = float("inf"), time.perf_counter()
     while time.perf_counter() - begin < BUDGET_S:
@@ -58,16 +60,16 @@ def best_seconds(weight, rows: int, depth: int, backend: str) -> float:
     return best
 
 
-def bench(shape: shapes.LinearShape, forms: list[str], rows: list[int], table: Table) -> None:
+def bench(shape: shapes.LinearShape, dtype: str, forms: list[str], rows: list[int], table: Table):
     layers = max(1, min(16, STACK_BYTES // (4 * shape.features * shape.depth)))
     rng = np.random.default_rng(0)
     array = rng.standard_normal((layers, shape.features, shape.depth), np.float32)
     plain = jax.device_put(array)
-    xla = {n: best_seconds(plain, n, shape.depth, "reference") for n in rows}
+    xla = {n: best_seconds(plain, n, shape.depth, "float32", "reference") for n in rows}
     for form in forms:
         weight = jax.device_put(api.prepare(make_weight(form, array), "stored", "cpu"))
         for n in rows:
-            seconds = best_seconds(weight, n, shape.depth, "cpu")
+            seconds = best_seconds(weight, n, shape.depth, dtype, "cpu")
             table.add_row(
                 f"{shape.model} {shape.name}",
                 form,
@@ -85,13 +87,14 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=names, choices=names)
     parser.add_argument("--forms", nargs="+", default=list(shapes.FORMS), choices=shapes.FORMS)
     parser.add_argument("--rows", nargs="+", type=int, default=list(shapes.ROWS))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of x")
     args = parser.parse_args()
     if not native.available():
         raise SystemExit(native.describe())
     table = Table("matrix", "form", "rows", "us", "GB/s", "GFLOP/s", "times XLA float32")
     for shape in shapes.SHAPES:
         if f"{shape.model}-{shape.name}" in args.shapes:
-            bench(shape, args.forms, args.rows, table)
+            bench(shape, args.dtype, args.forms, args.rows, table)
     console = Console(width=100)
     console.print(native.describe())
     console.print(table)

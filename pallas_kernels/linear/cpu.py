@@ -14,6 +14,7 @@ def available() -> bool:
 
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # that `gated` computes
+WITH_BFLOAT16 = ("avx512bf16", "amx")  # instruction sets that multiply it
 
 
 def linear(x_TD, weight, *, plus=None, dtype=None, layer=None, isa: str | None = None):
@@ -54,8 +55,8 @@ def _floats(x_TD, weight, layer, isa):
 
 def _groups(x_TD, weights, features, dtype, layer, isa, *, activation=None, plus=None) -> tuple:
     assert native.available(), native.describe()
-    in_tiles = x_TD.dtype == jnp.bfloat16 and (isa or native.isas()[-1]) == "amx"
-    computed = dtype if in_tiles else jnp.float32
+    as_bfloat16 = x_TD.dtype == jnp.bfloat16 and (isa or native.isas()[-1]) in WITH_BFLOAT16
+    computed = dtype if as_bfloat16 else jnp.float32
     operands, forms = [], []
     for weight in weights:
         stacked = _with_layers(weight, layer)
@@ -67,7 +68,7 @@ def _groups(x_TD, weights, features, dtype, layer, isa, *, activation=None, plus
     shape = lambda count: jax.ShapeDtypeStruct((x_TD.shape[0], count), computed)
     call = jax.ffi.ffi_call("jaxserve_linear_groups", tuple(shape(n) for n in features))
     results = call(
-        x_TD if in_tiles else x_TD.astype(jnp.float32),
+        x_TD if as_bfloat16 else x_TD.astype(jnp.float32),
         _index(layer),
         *operands,
         jnp.zeros((0,), computed) if plus is None else plus.astype(computed),

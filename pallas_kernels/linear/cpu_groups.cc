@@ -370,8 +370,8 @@ Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
 
 // args: x [T, D], layer [], then codes, scale and offset of each weight, then, of one weight, what is
 // added to the result, or an empty array. forms: bits, group and zero of
-// each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, for
-// AMX, bfloat16; then results may be either.
+// each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
+// there are instructions for it, bfloat16; then results may be either.
 ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
                         ffi::Span<const int64_t> forms, int64_t activation, int64_t isa) {
   auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
@@ -380,7 +380,9 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
   const int64_t T = x.dimensions()[0], D = x.dimensions()[1];
   const bool gated = activation >= 0, bfloat16 = x.element_type() == ffi::BF16;
   const bool amx = ChooseIsa(isa) == Isa::kAmx;
-  if (bfloat16 && !amx) return ffi::Error::InvalidArgument("linear: bfloat16 is for AMX");
+  if (bfloat16 && ChooseIsa(isa) < Isa::kAvx512Bf16) {
+    return ffi::Error::InvalidArgument("linear: no instructions for bfloat16");
+  }
   std::vector<Product> products;
   for (size_t i = 0; i < results.size(); ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
@@ -409,7 +411,8 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
   }
 #if JAXSERVE_X86
   if (bfloat16) {
-    MultiplyBfloat16Tiles(products.data(), products.size(), x.untyped_data());
+    auto multiply = amx ? MultiplyBfloat16Tiles : MultiplyBfloat16Pairs;
+    multiply(products.data(), products.size(), x.untyped_data());
     return ffi::Error::Success();
   }
   if (amx && T >= kTilesFromRows) {

@@ -1,7 +1,7 @@
 // linear with group-quantised weights: what its kernels share.
 //
 // Weights are 4- or 8-bit codes in groups of 32 (or 16) inputs, value = (code - zero) * scale + offset.
-// There are two ways through:
+// There are three ways through:
 //
 // - Bytes (cpu_groups.cc, cpu_groups_avx512.cc). Reads each code once and is the fastest for a row or
 //   two, where memory is the limit. The activations are rounded to integers of 30 bits and a sign, in
@@ -21,6 +21,9 @@
 //   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
 //   multiplies ten times faster than the vector units multiply bytes. Activations that come as bfloat16
 //   take this way whatever their number, by weights of one bfloat16 each.
+//
+// - Pairs (cpu_groups_bfloat16.cc), for activations that come as bfloat16 where there is no AMX but vector
+//   units multiply pairs of bfloat16: twice as fast as float32, and codes are exact.
 
 #pragma once
 
@@ -117,9 +120,10 @@ struct Product {
   bool bfloat16;  // y is that in truth
 };
 
-// Both take all products of one x [T, D] at once, so that it is made ready only once.
+// Each takes all products of one x [T, D] at once, so that it is made ready only once.
 void MultiplyTiles(const Product* products, int64_t count, const float* x);
 void MultiplyBfloat16Tiles(const Product* products, int64_t count, const void* x);
+void MultiplyBfloat16Pairs(const Product* products, int64_t count, const void* x);
 
 // act(gate) * up: both activations are gate times the sigmoid of something (gelu's tanh form:
 // Hendrycks and Gimpel, arXiv:1606.08415).
