@@ -42,11 +42,13 @@ MAX_LAYERS = 4096
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """Which implementations compute a model. stacked: layers' weights share arrays with a leading L
-    axis and run_layers scans; otherwise one tree a layer and an unrolled loop."""
+    axis and run_layers scans; otherwise one tree a layer and an unrolled loop. int8_inputs: see
+    linear's api.prepare."""
 
     attention: str = "reference"
     linear: str = "reference"
     stacked: bool = False
+    int8_inputs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

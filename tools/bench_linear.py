@@ -61,15 +61,17 @@ def best_seconds(weight, rows: int, depth: int, dtype: str, backend: str) -> flo
 
 
 def bench(shape: shapes.LinearShape, dtype: str, forms: list[str], rows: list[int], table: Table):
+    x_dtype = "bfloat16" if dtype == "int8" else dtype
+    prepare = lambda weight: api.prepare(weight, "stored", "cpu", int8_inputs=dtype == "int8")
     layers = max(1, min(16, STACK_BYTES // (4 * shape.features * shape.depth)))
     rng = np.random.default_rng(0)
     array = rng.standard_normal((layers, shape.features, shape.depth), np.float32)
     plain = jax.device_put(array)
     xla = {n: best_seconds(plain, n, shape.depth, "float32", "reference") for n in rows}
     for form in forms:
-        weight = jax.device_put(api.prepare(make_weight(form, array), "stored", "cpu"))
+        weight = jax.device_put(prepare(make_weight(form, array)))
         for n in rows:
-            seconds = best_seconds(weight, n, shape.depth, dtype, "cpu")
+            seconds = best_seconds(weight, n, shape.depth, x_dtype, "cpu")
             table.add_row(
                 f"{shape.model} {shape.name}",
                 form,
@@ -87,7 +89,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=names, choices=names)
     parser.add_argument("--forms", nargs="+", default=list(shapes.FORMS), choices=shapes.FORMS)
     parser.add_argument("--rows", nargs="+", type=int, default=list(shapes.ROWS))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of x")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of x"
+    )
     args = parser.parse_args()
     if not native.available():
         raise SystemExit(native.describe())

@@ -63,7 +63,11 @@ def choose_backend(config: EngineConfig) -> models.Backend:
     native = linear.choose_backend(device)
     # A TPU slices stacked weights inside the matmul, and the native matmul reads them in place;
     # XLA's for GPU and CPU would copy every layer in every step.
-    return models.Backend(attention=kind, linear=native, stacked=device == "tpu" or native == "cpu")
+    int8 = config.dtype == "int8"
+    if int8 and native != "cpu":
+        raise ValueError("--dtype=int8 is for the CPU's native matmul, not here: use bfloat16")
+    stacked = device == "tpu" or native == "cpu"
+    return models.Backend(attention=kind, linear=native, stacked=stacked, int8_inputs=int8)
 
 
 def build(
@@ -89,7 +93,7 @@ def build(
     loaded = models.load(
         config.model,
         weight_dtype=config.weight_dtype,
-        dtype=config.dtype,
+        dtype="bfloat16" if backend.int8_inputs else config.dtype,
         backend=backend,
         progress=_part(progress, "load"),
         cache_dir=cache_dir,
@@ -170,7 +174,7 @@ def _settle(config: EngineConfig, loaded) -> EngineConfig:
     return dataclasses.replace(
         config,
         max_model_len=length,
-        dtype=dtype,
+        dtype=config.dtype if loaded.config.backend.int8_inputs else dtype,
         kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         weight_dtype=loaded.weight_dtype,
         served_model_name=config.served_model_name or loaded.name,

@@ -149,7 +149,9 @@ def fill(
         if spec.matrix:
             form = choose_form(weight, weight_dtype, config.backend)
             forms.add(form)
-            weight = linear_op.prepare(weight, form, config.backend.linear)
+            weight = linear_op.prepare(
+                weight, form, config.backend.linear, int8_inputs=config.backend.int8_inputs
+            )
         else:
             weight = np.asarray(weight, np.float32)
         return to_device(weight, spec, mesh, stacked)

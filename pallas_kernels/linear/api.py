@@ -67,13 +67,15 @@ def auto_weight_dtype(backend: str, source) -> str:
     return "float32"
 
 
-def prepare(source, weight_dtype: str, backend: str):
+def prepare(source, weight_dtype: str, backend: str, *, int8_inputs: bool = False):
     """The form of `source` (numpy [F, D] or [L, F, D], or a QuantizedWeight) that `linear` reads
     fastest on `backend`. numpy in, numpy leaves out: put the result on the device with device_put.
 
     weight_dtype: "stored" (as it comes: its groups, bfloat16, else float32), "float32", "bfloat16",
     "int8" or "int4" (rounded to groups of 32). An input size that groups of 32 do not divide stays
     float32 under "int8" and "int4".
+    int8_inputs: where that is faster, a quantised weight meets x rounded to 8 bits of the largest
+    of each 32 inputs, as several engines do unasked. With AMX x in bfloat16 keeps its bits.
     """
     if weight_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"weight_dtype {weight_dtype!r}: use one of {', '.join(WEIGHT_DTYPES)}")
@@ -81,7 +83,7 @@ def prepare(source, weight_dtype: str, backend: str):
     if backend != "cpu":
         return weight
     if isinstance(weight, QuantizedWeight):
-        return weights.to_panels(weight)
+        return weights.to_panels(weight).replace(int8_inputs=int8_inputs)
     return weights.pack_floats(weight)
 
 

@@ -55,8 +55,11 @@ def _floats(x_TD, weight, layer, isa):
 
 def _groups(x_TD, weights, features, dtype, layer, isa, *, activation=None, plus=None) -> tuple:
     assert native.available(), native.describe()
-    as_bfloat16 = x_TD.dtype == jnp.bfloat16 and (isa or native.isas()[-1]) in WITH_BFLOAT16
-    computed = dtype if as_bfloat16 else jnp.float32
+    best, half = isa or native.isas()[-1], x_TD.dtype == jnp.bfloat16
+    int8 = all(weight.int8_inputs for weight in weights)
+    int8 = int8 and not (half and best == "amx")  # the tile unit is as fast with all of x's bits
+    as_it_is = half and (int8 or best in WITH_BFLOAT16)
+    computed = dtype if as_it_is else jnp.float32
     operands, forms = [], []
     for weight in weights:
         stacked = _with_layers(weight, layer)
@@ -68,12 +71,13 @@ def _groups(x_TD, weights, features, dtype, layer, isa, *, activation=None, plus
     shape = lambda count: jax.ShapeDtypeStruct((x_TD.shape[0], count), computed)
     call = jax.ffi.ffi_call("jaxserve_linear_groups", tuple(shape(n) for n in features))
     results = call(
-        x_TD if as_bfloat16 else x_TD.astype(jnp.float32),
+        x_TD if as_it_is else x_TD.astype(jnp.float32),
         _index(layer),
         *operands,
         jnp.zeros((0,), computed) if plus is None else plus.astype(computed),
         forms=np.array(forms, np.int64),
         activation=np.int64(-1 if activation is None else ACTIVATIONS.index(activation)),
+        bytes=np.int64(1 if int8 else 4),
         isa=np.int64(native.isa_code(isa)),
     )
     return tuple(y_TF.astype(dtype) for y_TF in results)

@@ -19,28 +19,29 @@ constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is no
 constexpr int64_t kTilesFromRows = 3;     // fewer rows wait for memory, whatever multiplies them
 
 struct RoundJob {
-  const float* x;  // [T, D]
+  const void* x;  // [T, D]
+  bool bfloat16;  // or float32
   int64_t T, D;
   int zero;
   Rounded to;
 };
 
-float PowerOfTwo(int biased_exponent) {
-  int32_t bits = biased_exponent << 23;
+JAXSERVE_INLINE float FromBits(int32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
+JAXSERVE_INLINE float PowerOfTwo(int biased_exponent) { return FromBits(biased_exponent << 23); }
 
-// The biased exponent of a block's largest magnitude; 255 where one is infinite or NaN.
-JAXSERVE_INLINE int PeakExponent(const float* x) {
+// A block's largest magnitude, by its bits; from 0x7f800000 on where one is infinite or NaN.
+JAXSERVE_INLINE int32_t PeakBits(const float* x) {
   int32_t peak = 0;
   for (int k = 0; k < kBlock; ++k) {
     int32_t bits;  // of a magnitude: they order as it does
     std::memcpy(&bits, x + k, sizeof(bits));
     peak = std::max(peak, bits & 0x7fffffff);
   }
-  return peak >> 23;
+  return peak;
 }
 
 // 16-bit values as 256 * upper + lower, signed bytes.
@@ -52,12 +53,12 @@ JAXSERVE_INLINE void StoreBytes(const int32_t* values, int8_t* to, int64_t plane
   }
 }
 
-// Rounds one block of a row. Blocks below 2^-80 are zero; those of 2^114 and more, infinite or NaN make
+// Rounds one block of a row to kFine bytes. Blocks below 2^-80 are zero; those of 2^114 and more, infinite or NaN make
 // their row's outputs NaN (beyond those bounds the products would leave float32's range).
-JAXSERVE_INLINE void RoundBlock(const float* x, const RoundJob& job, int64_t tile, int64_t block,
+JAXSERVE_INLINE void RoundFinely(const float* x, const RoundJob& job, int64_t tile, int64_t block,
                                 int64_t row) {
   const Rounded& to = job.to;
-  int exponent = PeakExponent(x);
+  int exponent = PeakBits(x) >> 23;
   bool zero = exponent < kLeastExponent, bad = exponent > kMostExponent;
   float inverse = zero || bad ? 0.0f : PowerOfTwo(254 + kStepsInPeak - exponent);
   float step = zero ? 0.0f : bad ? std::nanf("") : PowerOfTwo(exponent - kStepsInPeak);
@@ -85,17 +86,54 @@ JAXSERVE_INLINE void RoundBlock(const float* x, const RoundJob& job, int64_t til
   }
 }
 
+// Rounds one block of a row to bytes; the same bounds. What offsets meet is the sum of x itself.
+JAXSERVE_INLINE void RoundToBytes(const float* x, const RoundJob& job, int64_t tile, int64_t block,
+                                  int64_t row) {
+  constexpr float kMost = 127;
+  constexpr int kHalf = kBlock / 2;
+  const Rounded& to = job.to;
+  const int32_t bits = PeakBits(x);
+  const bool zero = bits >> 23 < kLeastExponent, bad = bits >> 23 > kMostExponent;
+  const float peak = FromBits(bits), inverse = zero || bad ? 0.0f : kMost / peak;
+  const int64_t first = to.At(tile, block);
+  to.step[first + row] = zero ? 0.0f : bad ? std::nanf("") : peak / kMost;
+  float sums[2], rounded[2];
+  for (int half = 0; half < 2; ++half) {
+    const Lanes v = LoadLanes(x + half * kHalf);
+    const Lanes q = inverse > 0 ? Round(v * inverse) : Fill(0.0f);
+    int8_t codes __attribute__((vector_size(kHalf)));
+    codes = __builtin_convertvector(__builtin_convertvector(q, IntLanes), decltype(codes));
+    std::memcpy(to.Planes(tile, block) + row * kBlock + half * kHalf, &codes, sizeof(codes));
+    sums[half] = SumOf(v);
+    rounded[half] = SumOf(q);  // exact
+  }
+  for (int part = 0; part < to.parts; ++part) {
+    const int64_t at = first * to.parts + part * to.rows + row;
+    const bool whole = to.parts == 1;
+    to.sum[at] = whole ? sums[0] + sums[1] : sums[part];
+    const float all = whole ? rounded[0] + rounded[1] : rounded[part];
+    to.start[at + first * to.parts + part * to.rows] = -job.zero * static_cast<int32_t>(all);
+  }
+}
+
+JAXSERVE_INLINE void Read(const RoundJob& job, int64_t at, float* to) {
+  for (int half = 0; half < kBlock; half += 16) {
+    StoreLanes(to + half, job.bfloat16 ? Widen(static_cast<const BFloat16*>(job.x) + at + half)
+                                       : Widen(static_cast<const float*>(job.x) + at + half));
+  }
+}
+
 // Blocks [begin, end) of a tile.
 struct RoundOp {
   using Signature = void(const RoundJob& job, int64_t tile, int64_t begin, int64_t end);
   template <Isa>
   static JAXSERVE_INLINE void Run(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {
-    static const float kZeros[kBlock] = {};
     for (int64_t block = begin; block < end; ++block) {
       for (int64_t r = 0; r < job.to.rows; ++r) {
         int64_t row = tile * job.to.rows + r;
-        const float* x = row < job.T ? job.x + row * job.D + block * kBlock : kZeros;
-        RoundBlock(x, job, tile, block, r);
+        float x[kBlock] = {};
+        if (row < job.T) Read(job, row * job.D + block * kBlock, x);
+        job.to.bytes == 1 ? RoundToBytes(x, job, tile, block, r) : RoundFinely(x, job, tile, block, r);
       }
     }
   }
@@ -199,7 +237,7 @@ struct Avx2Dot {
 #endif
 
 template <typename Dots>
-JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, float* y, const Region& region) {
+JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, void* y, const Region& region) {
   int quads = kBlock / 4 / w.parts;
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
     for (int64_t tile = region.tile0; tile < region.tile1; ++tile) {
@@ -217,13 +255,16 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, float* y, const
           const float* sums = x.sum + at * w.parts + part * x.rows;
           for (int64_t r = 0; r < x.rows; ++r) {
             const int8_t* bytes = x.Planes(tile, b) + r * kBlock + part * quads * 4;
-            IntLanes dot[kBytes];
-            for (int i = 0; i < kBytes; ++i, bytes += x.plane_bytes()) {
+            IntLanes dot[kFine];
+            for (int i = 0; i < x.bytes; ++i, bytes += x.plane_bytes()) {
               dot[i] = Dots::Dot(block + part * quads * kPanel * 4, bytes, quads);
             }
-            Lanes high = __builtin_convertvector(dot[0] * 256 + dot[1], Lanes);
-            Lanes low = __builtin_convertvector(dot[2] * 256 + dot[3], Lanes);
-            total[r] += (high * 65536.0f + low) * x.step[at + r] * ws;
+            Lanes sum = __builtin_convertvector(dot[0], Lanes);
+            if (x.bytes > 1) {
+              Lanes high = __builtin_convertvector(dot[0] * 256 + dot[1], Lanes);
+              sum = high * 65536.0f + __builtin_convertvector(dot[2] * 256 + dot[3], Lanes);
+            }
+            total[r] += sum * x.step[at + r] * ws;
             if (offset != nullptr) total[r] += wo * sums[r];
           }
           scale += w.scale_bytes();
@@ -245,19 +286,16 @@ Kernel Choose(Isa isa) {
   return Plain;
 }
 
+template <typename Number>
 struct GateOp {
-  using Signature = void(Activation activation, const float* gate, const float* up, float* y,
+  using Signature = void(Activation activation, const float* gate, const float* up, Number* y,
                          int64_t count);
   template <Isa>
-  static JAXSERVE_INLINE void Run(Activation activation, const float* gate, const float* up, float* y,
+  static JAXSERVE_INLINE void Run(Activation activation, const float* gate, const float* up, Number* y,
                                   int64_t count) {
     for (int64_t i = 0; i < count; i += kPanel) {
-      size_t bytes = std::min<int64_t>(kPanel, count - i) * sizeof(float);
-      Lanes g = {}, u = {};
-      std::memcpy(&g, gate + i, bytes);
-      std::memcpy(&u, up + i, bytes);
-      g = Gate(activation, g, u);
-      std::memcpy(y + i, &g, bytes);
+      Lanes g = LoadSome(gate + i, count - i), u = LoadSome(up + i, count - i);
+      StoreSome(y + i, Gate(activation, g, u), count - i);
     }
   }
 };
@@ -265,16 +303,24 @@ struct GateOp {
 // y = x w^T for each of the weights, which are alike but for their features.
 struct Part {
   const Weight* w;
-  float* y;
+  void* y;
 };
 
-void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const float* x, char* memory,
+// Activations [T, D], float32 or bfloat16, and the bytes they are rounded to.
+struct Input {
+  const void* x;
+  bool bfloat16;
+  int bytes;
+};
+
+void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const Input& input, char* memory,
                    Isa isa) {
   const Weight& w = *parts[0].w;
   int64_t tiles = CeilDiv(w.T, kMaxRows), rows = CeilDiv(w.T, tiles);
   // AVX-512 multiplies unsigned codes: signed ones are read as code + 128.
   int zero = w.bits == 8 ? 128 : w.zero;
-  RoundJob job{x, w.T, w.D, zero, Rounded(memory, tiles, rows, w.blocks(), w.parts)};
+  RoundJob job{input.x, input.bfloat16, w.T, w.D, zero,
+               Rounded(memory, tiles, rows, w.blocks(), w.parts, input.bytes)};
   auto round = Entry<RoundOp>::For(isa);
   int64_t cuts = tiles < NumThreads() ? std::min<int64_t>(NumThreads(), w.T) : 1;
   team.ForEach(tiles * cuts, [&](int64_t task, int) {
@@ -283,7 +329,7 @@ void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const float
   });
 
   Kernel kernel = Choose(isa);
-  int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * kBytes), 1, tiles);
+  int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * input.bytes), 1, tiles);
   int64_t worth = CeilDiv(kTaskBytes, w.blocks() * w.block_bytes() * std::min(rows, int64_t{4}));
   int64_t panels = 0, across = 0;
   for (const Part& part : parts) panels += CeilDiv(part.w->F, kPanel);
@@ -303,13 +349,13 @@ void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const float
 }
 
 // Without tiles: a gated product's two factors go to scratch memory and are joined afterwards.
-void MultiplyAll(const std::vector<Product>& products, const float* x, Isa isa) {
+void MultiplyAll(const std::vector<Product>& products, const Input& input, Isa isa) {
   Team team;
   size_t factor_bytes = 0, rounded_bytes = 0;
   for (const Product& p : products) {
     int64_t tiles = CeilDiv(p.w.T, kMaxRows), rows = CeilDiv(p.w.T, tiles);
     for (int parts : {p.w.parts, p.up.parts}) {
-      rounded_bytes = std::max(rounded_bytes, Rounded::Bytes(tiles, rows, p.w.blocks(), parts));
+      rounded_bytes = std::max(rounded_bytes, Rounded::Bytes(tiles, rows, p.w.blocks(), parts, input.bytes));
     }
     if (p.gated) factor_bytes += 2 * Align64(p.w.T * p.w.F * sizeof(float));
   }
@@ -332,9 +378,8 @@ void MultiplyAll(const std::vector<Product>& products, const float* x, Isa isa) 
       return w.bits == first.bits && w.zero == first.zero && w.parts == first.parts;
     };
     for (end = begin + 1; end < all.size() && alike(*all[end].w);) ++end;
-    MultiplyBytes(team, {all.begin() + begin, all.begin() + end}, x, memory, isa);
+    MultiplyBytes(team, {all.begin() + begin, all.begin() + end}, input, memory, isa);
   }
-  auto gate = Entry<GateOp>::For(isa);
   factors = memory + rounded_bytes;
   for (const Product& p : products) {
     if (!p.gated) continue;
@@ -342,8 +387,12 @@ void MultiplyAll(const std::vector<Product>& products, const float* x, Isa isa) 
     const float* second = first + Align64(p.w.T * p.w.F * sizeof(float)) / sizeof(float);
     factors += 2 * Align64(p.w.T * p.w.F * sizeof(float));
     team.ForEach(p.w.T, [&](int64_t row, int) {
-      int64_t at = row * p.w.F;
-      gate(p.activation, first + at, second + at, p.y + at, p.w.F);
+      const int64_t at = row * p.w.F;
+      auto gate = [&](auto* y) {
+        using Number = std::remove_pointer_t<decltype(y)>;
+        Entry<GateOp<Number>>::For(isa)(p.activation, first + at, second + at, y + at, p.w.F);
+      };
+      p.bfloat16 ? gate(reinterpret_cast<BFloat16*>(p.y)) : gate(p.y);
     });
   }
 }
@@ -371,16 +420,18 @@ Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
 // args: x [T, D], layer [], then codes, scale and offset of each weight, then, of one weight, what is
 // added to the result, or an empty array. forms: bits, group and zero of
 // each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
-// there are instructions for it, bfloat16; then results may be either.
+// there are instructions for it or `bytes` is 1, bfloat16; then results may be either. bytes: of a rounded
+// activation, kFine or 1.
 ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
-                        ffi::Span<const int64_t> forms, int64_t activation, int64_t isa) {
+                        ffi::Span<const int64_t> forms, int64_t activation, int64_t bytes, int64_t isa) {
   auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
   ffi::AnyBuffer x = buffer(0), layer = buffer(1);
   int64_t index = *static_cast<const int32_t*>(layer.untyped_data());
   const int64_t T = x.dimensions()[0], D = x.dimensions()[1];
   const bool gated = activation >= 0, bfloat16 = x.element_type() == ffi::BF16;
   const bool amx = ChooseIsa(isa) == Isa::kAmx;
-  if (bfloat16 && ChooseIsa(isa) < Isa::kAvx512Bf16) {
+  if (bytes != 1 && bytes != kFine) return ffi::Error::InvalidArgument("linear: bytes must be 1 or 4");
+  if (bfloat16 && bytes > 1 && ChooseIsa(isa) < Isa::kAvx512Bf16) {
     return ffi::Error::InvalidArgument("linear: no instructions for bfloat16");
   }
   std::vector<Product> products;
@@ -399,6 +450,7 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
       w->T = T;
       w->D = D;
       w->F = y->dimensions()[1];
+      w->bfloat16 = product.bfloat16 && !gated;
       return true;
     };
     bool found = read(i, &product.w);
@@ -409,28 +461,29 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     if (!found) return ffi::Error::InvalidArgument("linear: no such layer");
     products.push_back(product);
   }
+  const Input input{x.untyped_data(), bfloat16, static_cast<int>(bytes)};
 #if JAXSERVE_X86
-  if (bfloat16) {
+  if (bytes > 1 && bfloat16) {
     auto multiply = amx ? MultiplyBfloat16Tiles : MultiplyBfloat16Pairs;
     multiply(products.data(), products.size(), x.untyped_data());
     return ffi::Error::Success();
   }
-  if (amx && T >= kTilesFromRows) {
+  if (bytes > 1 && amx && T >= kTilesFromRows) {
     MultiplyTiles(products.data(), products.size(), static_cast<const float*>(x.untyped_data()));
     return ffi::Error::Success();
   }
 #endif
-  MultiplyAll(products, static_cast<const float*>(x.untyped_data()), ChooseIsa(isa));
+  MultiplyAll(products, input, ChooseIsa(isa));
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-void Plain(const Weight& w, const Rounded& x, float* y, const Region& region) {
+void Plain(const Weight& w, const Rounded& x, void* y, const Region& region) {
   RegionOf<PlainDot>(w, x, y, region);
 }
 #if JAXSERVE_X86
-JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, float* y, const Region& region) {
+JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, void* y, const Region& region) {
   RegionOf<Avx2Dot>(w, x, y, region);
 }
 #endif
@@ -443,4 +496,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear_groups, jaxserve::groups::LinearGr
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("forms")
                                   .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("bytes")
                                   .Attr<int64_t>("isa"));

@@ -16,6 +16,8 @@
 //   in float32 multiply-adds. Integers are exact in any order and a power of two rounds nothing, so
 //   only the order of the groups counts: it is the same in every tile and instruction set, hence so
 //   are the bits (the plain path, without fused multiply-add, differs from the others in the last ones).
+//   Where int8 inputs are asked for, an activation is one such byte, in steps of a 127th of its block's
+//   largest, and the sum over a group is that of one product of bytes in place of four.
 //
 // - Tiles (cpu_groups_amx.cc), where the processor has AMX and there are three rows or more. Weights
 //   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
@@ -38,7 +40,7 @@ namespace jaxserve::groups {
 constexpr int kPanel = 16;   // output features side by side
 constexpr int kBlock = 32;   // inputs that share an activation scale
 constexpr int kMaxRows = 16;  // rows of a tile
-constexpr int kBytes = 4;     // of a rounded activation
+constexpr int kFine = 4;       // bytes of an activation rounded to 30 bits
 
 // One layer's weight, and what joins its product. codes: [F / 16][D / 4][16][4] int8, or
 // [F / 16][D / 8][16][4] uint8 holding two codes a byte: of a block's eight quads of inputs, bytes of
@@ -53,6 +55,7 @@ struct Weight {
   int parts;       // groups a block: 1 or 2
   bool half;       // scale and offset are float16, else float32
   const void* plus;  // [T, F] as y, which is added to y, or null
+  bool bfloat16;     // its product alone and plus are that, else float32
 
   int64_t blocks() const { return D / kBlock; }
   int64_t block_bytes() const { return kBlock * kPanel * bits / 8; }
@@ -67,27 +70,27 @@ struct Weight {
 // The rounded activations, in tiles of `rows` rows (the last one filled up with zeros).
 struct Rounded {
   int64_t rows, tiles, blocks;
-  int parts;
-  int8_t* values;  // [tile][block][the four bytes, highest first][rows][32]
-  float* step;     // [tile][block][rows]
-  float* sum;      // [tile][block][part][rows]: step * sum of q
+  int parts, bytes;  // bytes of a value: kFine or 1
+  int8_t* values;    // [tile][block][the bytes, highest first][rows][32]
+  float* step;       // [tile][block][rows]
+  float* sum;        // [tile][block][part][rows]: step * sum of q, or, of one byte, the sum itself
   // [tile][block][part][2][rows]: what H and L start at where codes are unsigned, so that the zero point
-  // cancels: -zero * sum of high, and of low.
+  // cancels: -zero * sum of high, and of low. Of one byte, H alone.
   int32_t* start;
 
-  static size_t Bytes(int64_t tiles, int64_t rows, int64_t blocks, int parts) {
+  static size_t Bytes(int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes) {
     size_t n = tiles * rows * blocks;
-    return Align64(n * kBytes * kBlock) + Align64(n * 4) + Align64(n * parts * 4) + Align64(n * parts * 8);
+    return Align64(n * bytes * kBlock) + Align64(n * 4) + Align64(n * parts * 4) + Align64(n * parts * 8);
   }
-  Rounded(char* memory, int64_t tiles, int64_t rows, int64_t blocks, int parts)
-      : rows(rows), tiles(tiles), blocks(blocks), parts(parts) {
+  Rounded(char* memory, int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes)
+      : rows(rows), tiles(tiles), blocks(blocks), parts(parts), bytes(bytes) {
     size_t n = tiles * rows * blocks;
     auto take = [&](size_t bytes) {
       char* at = memory;
       memory += Align64(bytes);
       return at;
     };
-    values = reinterpret_cast<int8_t*>(take(n * kBytes * kBlock));
+    values = reinterpret_cast<int8_t*>(take(n * bytes * kBlock));
     step = reinterpret_cast<float*>(take(n * 4));
     sum = reinterpret_cast<float*>(take(n * parts * 4));
     start = reinterpret_cast<int32_t*>(take(n * parts * 8));
@@ -95,7 +98,7 @@ struct Rounded {
   int64_t At(int64_t tile, int64_t block) const { return (tile * blocks + block) * rows; }
   int64_t plane_bytes() const { return rows * kBlock; }  // of a tile's block
   int8_t* Planes(int64_t tile, int64_t block) const {
-    return values + kBytes * kBlock * At(tile, block);
+    return values + bytes * kBlock * At(tile, block);
   }
 };
 
@@ -105,10 +108,10 @@ struct Region {
 };
 
 // Each computes a region of y for one instruction set.
-using Kernel = void (*)(const Weight&, const Rounded&, float* y, const Region&);
-void Plain(const Weight&, const Rounded&, float* y, const Region&);
-void Avx2(const Weight&, const Rounded&, float* y, const Region&);
-void Avx512(const Weight&, const Rounded&, float* y, const Region&);
+using Kernel = void (*)(const Weight&, const Rounded&, void* y, const Region&);
+void Plain(const Weight&, const Rounded&, void* y, const Region&);
+void Avx2(const Weight&, const Rounded&, void* y, const Region&);
+void Avx512(const Weight&, const Rounded&, void* y, const Region&);
 
 // What a call computes of x: y = x w^T, or with `up`, a gated unit: act(x w^T) * (x up^T).
 enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
@@ -136,15 +139,17 @@ JAXSERVE_INLINE Lanes Gate(Activation activation, const Lanes& gate, const Lanes
 }
 
 // Stores one panel of one row of y [T, F], cut at both, with what is to be added.
-JAXSERVE_INLINE void StoreRow(const Weight& w, float* y, int64_t row, int64_t panel, Lanes value) {
+template <typename Number>
+JAXSERVE_INLINE void StoreRow(const Weight& w, Number* y, int64_t row, int64_t panel, Lanes value) {
   if (row >= w.T) return;
-  const int64_t at = row * w.F + panel * kPanel, n = w.F - panel * kPanel;
-  const auto* plus = static_cast<const float*>(w.plus);
-  if (n >= kPanel) {
-    if (plus != nullptr) value = LoadLanes(plus + at) + value;
-    return StoreLanes(y + at, value);
-  }
-  for (int64_t i = 0; i < n; ++i) y[at + i] = value[i] + (plus == nullptr ? 0 : plus[at + i]);
+  const int64_t at = row * w.F + panel * kPanel, n = std::min<int64_t>(kPanel, w.F - panel * kPanel);
+  const auto* plus = static_cast<const Number*>(w.plus);
+  if (plus != nullptr) value = LoadSome(plus + at, n) + value;
+  StoreSome(y + at, value, n);
+}
+JAXSERVE_INLINE void StoreRow(const Weight& w, void* y, int64_t row, int64_t panel, const Lanes& value) {
+  if (w.bfloat16) return StoreRow(w, static_cast<BFloat16*>(y), row, panel, value);
+  StoreRow(w, static_cast<float*>(y), row, panel, value);
 }
 
 }  // namespace jaxserve::groups

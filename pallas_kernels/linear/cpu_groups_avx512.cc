@@ -37,9 +37,18 @@ JAXSERVE_AVX512 inline void UnsignedCodes(const uint8_t* at, __m512i* quads) {
   }
 }
 
+// Sums of products of bytes: 65536 * float(H) + float(L) of kFine bytes, or that of one.
+template <int kBytes>
+JAXSERVE_AVX512 inline __m512 Joined(const __m512i* sums) {
+  if constexpr (kBytes == 1) return _mm512_cvtepi32_ps(sums[0]);
+  __m512 high = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]));
+  __m512 low = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[2], 8), sums[3]));
+  return _mm512_fmadd_ps(high, _mm512_set1_ps(65536.0f), low);
+}
+
 // kRows rows of a tile, from row r0, times one panel.
-template <int kRows, int kBits, int kParts, bool kOffset>
-JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, float* y, int64_t tile,
+template <int kRows, int kBytes, int kBits, int kParts, bool kOffset>
+JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, void* y, int64_t tile,
                                      int64_t r0, int64_t panel) {
   constexpr int kQuads = 8 / kParts;
   const uint8_t* codes = w.CodesOf(panel);
@@ -59,10 +68,11 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, float* y
       __m512 ws = Floats(w, scale);
       scale += w.scale_bytes();
       const int32_t* start = x.start + 2 * (at * kParts + part * x.rows) + r0;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        __m512i sums[kBytes] = {_mm512_setzero_si512(), _mm512_set1_epi32(start[r]),
-                                _mm512_setzero_si512(), _mm512_set1_epi32(start[x.rows + r])};
+        __m512i sums[kBytes] = {};
+        sums[kBytes == 1 ? 0 : 1] = _mm512_set1_epi32(start[r]);
+        if constexpr (kBytes > 1) sums[3] = _mm512_set1_epi32(start[x.rows + r]);
         const int8_t* row = bytes + r * kBlock;
 #pragma GCC unroll 8
         for (int q = part * kQuads; q < (part + 1) * kQuads; ++q) {
@@ -71,17 +81,14 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, float* y
             sums[i] = _mm512_dpbusd_epi32(sums[i], quads[q], Broadcast(row + i * plane + q * 4));
           }
         }
-        __m512 high = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]));
-        __m512 low = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[2], 8), sums[3]));
-        __m512 sum = _mm512_fmadd_ps(high, _mm512_set1_ps(65536.0f), low);
-        sum = _mm512_mul_ps(sum, _mm512_set1_ps(x.step[at + r0 + r]));
+        const __m512 sum = _mm512_mul_ps(Joined<kBytes>(sums), _mm512_set1_ps(x.step[at + r0 + r]));
         total[r] = _mm512_fmadd_ps(sum, ws, total[r]);
       }
       if constexpr (kOffset) {
         __m512 wo = Floats(w, offset);
         offset += w.scale_bytes();
         const float* sum = x.sum + at * kParts + part * x.rows + r0;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           total[r] = _mm512_fmadd_ps(wo, _mm512_set1_ps(sum[r]), total[r]);
         }
@@ -93,30 +100,36 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, float* y
   }
 }
 
-template <int kBits, int kParts, bool kOffset>
-JAXSERVE_AVX512 void VnniRegion(const Weight& w, const Rounded& x, float* y, const Region& region) {
+template <int kBytes, int kBits, int kParts, bool kOffset>
+JAXSERVE_AVX512 void VnniRegion(const Weight& w, const Rounded& x, void* y, const Region& region) {
+  constexpr int kMost = kBytes == 1 ? 8 : 4;  // rows that share unpacked codes
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
     for (int64_t tile = region.tile0; tile < region.tile1; ++tile) {
       int64_t r = 0;
-      for (; r + 4 <= x.rows; r += 4) {
-        VnniRows<4, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
+      for (; r + kMost <= x.rows; r += kMost) {
+        VnniRows<kMost, kBytes, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
       }
-      for (; r < x.rows; ++r) VnniRows<1, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
+      for (; kMost > 4 && r + 4 <= x.rows; r += 4) {
+        VnniRows<4, kBytes, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
+      }
+      for (; r < x.rows; ++r) VnniRows<1, kBytes, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
     }
   }
 }
 
+template <int kBytes>
+Kernel RegionOf(const Weight& w) {
+  if (w.bits == 4) {  // codes that come in groups of 32 only
+    return w.offset ? VnniRegion<kBytes, 4, 1, true> : VnniRegion<kBytes, 4, 1, false>;
+  }
+  if (w.parts == 1) return w.offset ? VnniRegion<kBytes, 8, 1, true> : VnniRegion<kBytes, 8, 1, false>;
+  return w.offset ? VnniRegion<kBytes, 8, 2, true> : VnniRegion<kBytes, 8, 2, false>;
+}
+
 }  // namespace
 
-void Avx512(const Weight& w, const Rounded& x, float* y, const Region& region) {
-  if (w.bits == 8) {
-    auto run = w.parts == 1 ? (w.offset ? VnniRegion<8, 1, true> : VnniRegion<8, 1, false>)
-                            : (w.offset ? VnniRegion<8, 2, true> : VnniRegion<8, 2, false>);
-    run(w, x, y, region);
-  } else {  // 4-bit codes come in groups of 32 only
-    auto run = w.offset ? VnniRegion<4, 1, true> : VnniRegion<4, 1, false>;
-    run(w, x, y, region);
-  }
+void Avx512(const Weight& w, const Rounded& x, void* y, const Region& region) {
+  (x.bytes == 1 ? RegionOf<1>(w) : RegionOf<kFine>(w))(w, x, y, region);
 }
 
 }  // namespace jaxserve::groups

@@ -31,6 +31,8 @@ class QuantizedWeight:
     In layout "panels" (what the native kernel reads; F padded to a multiple of 16 with zeros):
       codes   [..., F / 16, rows' last axis / 4, 16, 4], dtype as above
       scale   [..., F / 16, D / group, 16];  offset: the same, or None
+
+    int8_inputs: native code may round what it is multiplied with to 8 bits; see api.prepare.
     """
 
     codes: jax.Array | np.ndarray
@@ -42,6 +44,7 @@ class QuantizedWeight:
     group: int = flax.struct.field(pytree_node=False, default=GROUP)
     zero: int = flax.struct.field(pytree_node=False, default=0)
     layout: str = flax.struct.field(pytree_node=False, default="rows")
+    int8_inputs: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def lead(self) -> tuple[int, ...]:

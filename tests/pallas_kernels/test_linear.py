@@ -256,6 +256,39 @@ def test_bfloat16_rows(form, isa):
 
 @needs_native
 @pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["int8", "Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_inputs(dtype, form, isa):
+    """As with x rounded to 127ths of the largest of each 32, but that what offsets meet is x. A
+    row's bits are its own, and in every instruction set the same."""
+    if isa == "amx" and dtype == jnp.bfloat16:
+        return  # the tile unit keeps x: test_bfloat16_rows
+    weight = make_weight(form, 72, 512)
+    placed = api.prepare(weight, "stored", "cpu", int8_inputs=True)
+    x = jnp.asarray(make_rows(70, 512), dtype)
+    groups = np.asarray(x, np.float32).reshape(70, 16, 32)
+    step = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
+    rounded = (np.rint(groups / np.maximum(step, 1e-30)) * np.float64(step)).reshape(70, 512)
+    dense, offsets = np.float64(api.dequantize(weight)), 0.0
+    if weight.offset is not None:
+        offsets = np.repeat(np.float64(weight.offset), weight.group, axis=-1)
+    want = rounded @ (dense - offsets).T + (np.float64(x) @ (dense * 0 + offsets).T)
+    products = np.abs(rounded) @ (np.abs(dense - offsets) + np.abs(offsets)).T
+    run = jax.jit(functools.partial(cpu.linear, isa=isa), static_argnames="dtype")
+    exact = np.asarray(run(x, placed, dtype=jnp.float32))
+    # A number halfway between two steps may go either way: some steps of a row, each a 254th.
+    assert (np.abs(exact - want) <= 2.0**-19 * products + 2e-4 * np.abs(want).max()).all()
+    whole = np.asarray(run(x, placed))
+    np.testing.assert_array_equal(whole, exact.astype(dtype))
+    for begin, end in [(0, 1), (69, 70), (1, 3), (2, 9), (20, 53)]:
+        np.testing.assert_array_equal(np.asarray(run(x[begin:end], placed)), whole[begin:end])
+    if isa != "plain":
+        best = np.asarray(cpu.linear(x, placed, dtype=jnp.float32, isa="avx2"))
+        np.testing.assert_array_equal(exact, best)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("form", ["float32", "int8", "Q4_1"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rows", [1, 21, 70])
