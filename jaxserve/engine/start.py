@@ -63,11 +63,7 @@ def choose_backend(config: EngineConfig) -> models.Backend:
     native = linear.choose_backend(device)
     # A TPU slices stacked weights inside the matmul, and the native matmul reads them in place;
     # XLA's for GPU and CPU would copy every layer in every step.
-    int8 = config.dtype == "int8"
-    if int8 and native != "cpu":
-        raise ValueError("--dtype=int8 is for the CPU's native matmul, not here: use bfloat16")
-    stacked = device == "tpu" or native == "cpu"
-    return models.Backend(attention=kind, linear=native, stacked=stacked, int8_inputs=int8)
+    return models.Backend(attention=kind, linear=native, stacked=device == "tpu" or native == "cpu")
 
 
 def build(
@@ -93,7 +89,7 @@ def build(
     loaded = models.load(
         config.model,
         weight_dtype=config.weight_dtype,
-        dtype="bfloat16" if backend.int8_inputs else config.dtype,
+        dtype=config.dtype,
         backend=backend,
         progress=_part(progress, "load"),
         cache_dir=cache_dir,

@@ -67,9 +67,9 @@ def load(
 ) -> LoadedModel:
     """Loads demo, a .gguf file, a folder or a hub id. Raises ValueError with the remedy.
 
-    dtype: of activations; config.dtype is then what "auto" stands for. progress(what, done bytes,
-    total bytes) is called as a download or the tensors go by. mesh: put
-    the parameters on its "model" axis.
+    dtype: of activations; config.dtype is then what "auto" stands for, or bfloat16 for "int8",
+    which sets config.backend.int8_inputs. progress(what, done bytes, total bytes) is called as a
+    download or the tensors go by. mesh: put the parameters on its "model" axis.
     """
     if weight_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"weight_dtype={weight_dtype!r}: use one of {', '.join(WEIGHT_DTYPES)}")
@@ -77,6 +77,10 @@ def load(
     checkpoint = open_checkpoint(path)
     if dtype == "auto":
         dtype = activation_dtype(weight_dtype, backend)
+    elif dtype == "int8":
+        if backend.linear != "cpu":
+            raise ValueError("dtype=int8 is for the CPU's native matmul, not here: use bfloat16")
+        dtype, backend = "bfloat16", dataclasses.replace(backend, int8_inputs=True)
     config = dataclasses.replace(checkpoint.config, backend=backend, dtype=dtype)
     specs = checkpoint.family.param_specs(config)
     tensors = split_fused(specs, checkpoint.names, checkpoint.fused, checkpoint.tensors)

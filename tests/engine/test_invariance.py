@@ -109,7 +109,8 @@ def test_a_long_prompt_in_one_chunk(tiny_model, sampling):
 @pytest.mark.skipif(not native.available(), reason=native.describe())
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+    ("dtype", "kv_dtype"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("int8", "int8")],
 )
 def test_quantised_weights_in_native_code(tiny_model, dtype, kv_dtype, sampling):
     """What `auto` chooses on a CPU, and what is faster; one pinned shape keeps it from changing its

@@ -316,6 +316,12 @@ def test_weight_dtypes(tmp_path, stacked):
         load(folder, weight_dtype="float16")
 
 
+def test_int8_activations_need_native_code(tmp_path):
+    write_folder(tmp_path, LLAMA, random_tensors(LLAMA))
+    with pytest.raises(ValueError, match="use bfloat16"):
+        load(tmp_path, dtype="int8")
+
+
 def test_norms_and_biases_stay_float32(tmp_path):
     model = load(write_folder(tmp_path, QWEN2), weight_dtype="bfloat16")
     layer = model.params["layers"][0]
