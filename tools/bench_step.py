@@ -51,8 +51,8 @@ class Machine:
 
 def measure_machine(threads: int, dtype: str) -> Machine:
     """Best of several tries: BLAS dot products over arrays far larger than a core's caches, one
-    pair a thread, and a matrix product: BLAS's of float32, for bfloat16 and int8 ours, as no library
-    here has a faster one."""
+    pair a thread, and a matrix product: BLAS's of float32, for bfloat16 and int8 ours, as no
+    library here has a faster one."""
     size, side = 1 << 24, 1536
     pairs = [(np.ones(size, np.float32), np.ones(size, np.float32)) for _ in range(threads)]
     square = np.ones((side, side), np.float32)
