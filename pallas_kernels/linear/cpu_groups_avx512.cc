@@ -12,6 +12,11 @@ JAXSERVE_AVX512 inline __m512 Floats(const Weight& w, const uint8_t* at) {
   return _mm512_loadu_ps(at);
 }
 
+constexpr int kAhead = 4096;  // bytes of codes
+JAXSERVE_AVX512 inline void Prefetch(const uint8_t* at) {
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+}
+
 // The int32 at `at` in all lanes: four bytes of x for every feature.
 JAXSERVE_AVX512 inline __m512i Broadcast(const int8_t* at) {
   int32_t four;
@@ -58,7 +63,12 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, void* y,
   __m512 total[kRows];
   for (auto& t : total) t = _mm512_setzero_ps();
   for (int64_t b = 0; b < x.blocks; ++b, codes += kBits * 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(codes + 4096), _MM_HINT_T0);
+    // One line of each block leads the processor on; of one byte, all of them and the scales are faster.
+    constexpr int kLines = kBytes == 1 ? kBits : 1;
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) Prefetch(codes + kAhead + i * 64);
+    if constexpr (kBytes == 1) Prefetch(scale + kAhead / 8);
+    if constexpr (kBytes == 1 && kOffset) Prefetch(offset + kAhead / 8);
     __m512i quads[8];
     UnsignedCodes<kBits>(codes, quads);
     int64_t at = x.At(tile, b);

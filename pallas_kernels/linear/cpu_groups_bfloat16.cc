@@ -175,7 +175,7 @@ struct Task {
     const __m512i table = TableOf(w);
     __m512 total[kRows] = {};
     for (int64_t b = 0; b < blocks(); ++b, from += kBits * 64) {
-      PrefetchAhead(from, kBits);
+      PrefetchAhead(w, from, panel, b);
       const uint16_t* values = x.Of(row0) + b * kBlock;
       __m512 sum[kParts][kRows] = {};
       UnpackBlock<kBits>(from, table, [&](int pair, __m512i two) JAXSERVE_AVX512_BF16 __attribute__((always_inline)) {
@@ -193,8 +193,12 @@ struct Task {
     for (int r = 0; r < kRows; ++r) _mm512_store_ps(TotalsOf(row0 + r) + side * kPanel, total[r]);
   }
 
-  static void PrefetchAhead(const uint8_t* codes, int lines) {
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(codes + 4096 + i * 64);
+  static void PrefetchAhead(const Weight& w, const uint8_t* codes, int64_t panel, int64_t block) {
+    constexpr int64_t kAhead = 4096;  // bytes of codes
+    for (int64_t i = 0; i < w.block_bytes(); i += 64) __builtin_prefetch(codes + kAhead + i);
+    const int64_t group = block * w.parts * w.scale_bytes() + kAhead / 8;
+    __builtin_prefetch(w.OfPanel(w.scale, panel) + group);
+    if (w.offset != nullptr) __builtin_prefetch(w.OfPanel(w.offset, panel) + group);
   }
 
   JAXSERVE_AVX512_BF16 void ComputeMany(const Pair& pair, bool halves) const {
@@ -215,7 +219,7 @@ struct Task {
     int8_t* to = codes + side * 64;
     const __m512i table = TableOf(w);
     for (int64_t b = 0; b < count; ++b, from += w.block_bytes(), to += kPairs * kPairBytes) {
-      PrefetchAhead(from, w.bits);
+      PrefetchAhead(w, from, panel, begin + b);
       auto store = [&](int pair, __m512i two) JAXSERVE_AVX512_BF16 __attribute__((always_inline)) {
         _mm512_store_si512(to + pair * kPairBytes, two);
       };
