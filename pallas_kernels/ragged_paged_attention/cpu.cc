@@ -189,12 +189,12 @@ Plan MakePlan(const Call<KV>& call, int64_t most_vectors) {
 // The tile unit where it can be had: a query's way must not depend on its mates.
 template <typename KV>
 Way<KV> ChooseWay(const Call<KV>& call) {
-  const bool tiles = call.bfloat16 && call.isa == Isa::kAmx && call.lanes() == kLanes;
+  const bool tiles = call.bfloat16 && call.isa >= Isa::kAvx512Bf16 && call.lanes() == kLanes;
   if constexpr (std::is_same_v<KV, BFloat16>) {
-    if (tiles && call.E % 2 == 0) return ByTiles();
+    if (tiles && call.E % 2 == 0) return ByTiles(call.isa);
   }
   if constexpr (std::is_same_v<KV, int8_t>) {
-    if (tiles && call.E <= kLongestCodes) return ByCodes();
+    if (tiles && call.E <= kLongestCodes) return ByCodes(call.isa);
   }
   return ByLanes<KV>();
 }

@@ -163,8 +163,8 @@ struct Way {
 
 template <typename KV>
 Way<KV> ByLanes();
-Way<BFloat16> ByTiles();
+Way<BFloat16> ByTiles(Isa isa);
 constexpr int64_t kLongestCodes = 512;  // elements of a vector whose products int32 adds up
-Way<int8_t> ByCodes();
+Way<int8_t> ByCodes(Isa isa);
 
 }  // namespace jaxserve::attention

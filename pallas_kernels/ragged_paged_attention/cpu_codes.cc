@@ -43,6 +43,7 @@ struct Form {
 struct Workspace {
   int8_t* q;         // [tiles][steps][2 vectors][kDeep]
   float* q_step;     // [padded]: what one step of a query's digits is worth
+  int32_t* q_start;  // [tiles][2 vectors]: what sums over a row's products start from
   int8_t* keys;      // [kKeyGroups][steps] tiles of [16 quads of elements][16 keys][4]
   int8_t* values;    // [depth / 16] tiles of [16 quads of keys][16 elements][4]
   int32_t* sums;     // [2 vectors][kBlock or kWide]: what the tile unit made
@@ -56,6 +57,7 @@ struct Workspace {
     Memory memory{begin};
     memory.Take(q, form.padded() * 2 * form.steps() * kDeep);
     memory.Take(q_step, form.padded() * 4);
+    memory.Take(q_start, form.padded() * 2 * 4);
     memory.Take(keys, kKeyGroups * form.steps() * kTileBytes);
     memory.Take(values, form.depth() / kLanes * kTileBytes);
     memory.Take(sums, 2 * kVectors * kBlock * 4);
@@ -104,6 +106,7 @@ JAXSERVE_AMX float Digits(const BFloat16* from, int64_t E, int64_t steps, int64_
   return largest / kQuerySteps;
 }
 
+template <typename Unit>
 JAXSERVE_AMX void Start(const Call<int8_t>& call, const Tile& tile, float* memory) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
@@ -114,6 +117,7 @@ JAXSERVE_AMX void Start(const Call<int8_t>& call, const Tile& tile, float* memor
     const auto* from = static_cast<const BFloat16*>(call.q_THE) + call.QueryAt(tile, m);
     work.q_step[m] = Digits(from, form.E, form.steps(), step_bytes, high, high + vectors * kDeep);
   }
+  Unit::StartSums(form, work);
 }
 
 // ---- keys and values by fours --------------------------------------------------------------------
@@ -128,12 +132,13 @@ JAXSERVE_AMX inline __m512i ByFours(__m512i from) {
 }
 
 // Elements past E are whatever lies there: a query's digits are zero for them.
+template <typename Unit>
 JAXSERVE_AMX void CopyKeys(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
                            int8_t* to) {
   for (int64_t e = 0; e < form.E; e += kQuad, to += 64) {
 #pragma GCC unroll 4
     for (int64_t g = 0; g < kKeyGroups; ++g) {
-      const __m512i elements = _mm512_loadu_si512(from.key[g] + e * kLanes);
+      const __m512i elements = Unit::Keys(_mm512_loadu_si512(from.key[g] + e * kLanes));
       _mm512_store_si512(to + g * form.steps() * kTileBytes, ByFours(elements));
       if (form.tiles() == 1) Prefetch(next.key[g] + e * kLanes);
     }
@@ -171,7 +176,7 @@ JAXSERVE_AMX void CopyValues(const Groups<int8_t>& from, const Groups<int8_t>& n
   }
 }
 
-// ---- a block, for one tile of queries -----------------------------------------------------------
+// ---- products on the tile unit ------------------------------------------------------------------
 
 JAXSERVE_AMX inline void StoreSums(int32_t* sums) {
   _tile_stored(0, sums, kBlock * 4);
@@ -187,24 +192,146 @@ JAXSERVE_AMX inline void ZeroSums() {
   _tile_zero(3);
 }
 
-JAXSERVE_AMX inline void Score(const Form& form, const Workspace& work, int64_t m0) {
-  const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
-  const int8_t* q = work.q + m0 * 2 * steps * kDeep;
-  ZeroSums();
-  for (int64_t i = 0; i < steps; ++i) {
-    _tile_loadd(4, q + i * step_bytes, kDeep);
-    const int8_t* keys = work.keys + i * kTileBytes;
-    _tile_loadd(5, keys, 64);
-    _tile_dpbssd(0, 4, 5);
-    _tile_loadd(6, keys + steps * kTileBytes, 64);
-    _tile_dpbssd(1, 4, 6);
-    _tile_loadd(7, keys + 2 * steps * kTileBytes, 64);
-    _tile_dpbssd(2, 4, 7);
-    _tile_loadd(5, keys + 3 * steps * kTileBytes, 64);
-    _tile_dpbssd(3, 4, 5);
+struct TileUnit {
+  JAXSERVE_AMX static void Begin(const Form& form) { ConfigureTiles(2 * form.vectors(), kFirstRight, 8); }
+  JAXSERVE_AMX static void End() { _tile_release(); }
+  JAXSERVE_AMX static __m512i Keys(__m512i codes) { return codes; }
+  static void StartSums(const Form&, const Workspace&) {}
+
+  // The sums of a tile's digits, from vector m0 on, times a block's keys.
+  JAXSERVE_AMX static void Score(const Form& form, const Workspace& work, int64_t m0) {
+    const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
+    const int8_t* q = work.q + m0 * 2 * steps * kDeep;
+    ZeroSums();
+    for (int64_t i = 0; i < steps; ++i) {
+      _tile_loadd(4, q + i * step_bytes, kDeep);
+      const int8_t* keys = work.keys + i * kTileBytes;
+      _tile_loadd(5, keys, 64);
+      _tile_dpbssd(0, 4, 5);
+      _tile_loadd(6, keys + steps * kTileBytes, 64);
+      _tile_dpbssd(1, 4, 6);
+      _tile_loadd(7, keys + 2 * steps * kTileBytes, 64);
+      _tile_dpbssd(2, 4, 7);
+      _tile_loadd(5, keys + 3 * steps * kTileBytes, 64);
+      _tile_dpbssd(3, 4, 5);
+    }
+    StoreSums(work.sums);
   }
-  StoreSums(work.sums);
-}
+
+  // The sums of a tile's weights times its values' elements in `tiles` tiles of 16, up to four.
+  JAXSERVE_AMX static void Value(const Form&, const Workspace& work, const int8_t* values, int64_t tiles) {
+    ZeroSums();
+    _tile_loadd(4, work.weights, kBlock);
+    _tile_loadd(5, values, 64);
+    _tile_dpbusd(0, 4, 5);
+    if (tiles > 1) {
+      _tile_loadd(6, values + kTileBytes, 64);
+      _tile_dpbusd(1, 4, 6);
+    }
+    if (tiles > 2) {
+      _tile_loadd(7, values + 2 * kTileBytes, 64);
+      _tile_dpbusd(2, 4, 7);
+    }
+    if (tiles > 3) {
+      _tile_loadd(5, values + 3 * kTileBytes, 64);
+      _tile_dpbusd(3, 4, 5);
+    }
+    StoreSums(work.sums);
+  }
+};
+
+// ---- the same on vector units -------------------------------------------------------------------
+
+// They multiply unsigned bytes with signed ones. So keys are 128 more than they are, and sums start at what
+// that would add to them: they come to the same.
+struct VectorUnit {
+  static void Begin(const Form&) {}
+  static void End() {}
+  JAXSERVE_AMX static __m512i Keys(__m512i codes) {
+    return _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+  }
+  JAXSERVE_AMX static void StartSums(const Form& form, const Workspace& work) {
+    const int64_t rows = 2 * form.vectors();
+    for (int64_t row = 0; row < 2 * form.padded(); ++row) {
+      const int8_t* q = work.q + (row / rows * form.steps() * rows + row % rows) * kDeep;
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t i = 0; i < form.steps(); ++i) {
+        sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), _mm512_load_si512(q + i * rows * kDeep));
+      }
+      work.q_start[row] = -_mm512_reduce_add_epi32(sum);
+    }
+  }
+
+  JAXSERVE_AMX static void Score(const Form& form, const Workspace& work, int64_t m0) {
+    CoverRows<2>(2 * form.vectors(), [&](auto rows, int64_t row)
+                                         JAXSERVE_AMX __attribute__((always_inline)) {
+      constexpr int kRows = decltype(rows)::value;
+      const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
+      __m512i sum[kRows][kKeyGroups];
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int g = 0; g < kKeyGroups; ++g) sum[r][g] = _mm512_set1_epi32(work.q_start[2 * m0 + row + r]);
+      }
+      const int8_t *q = work.q + m0 * 2 * steps * kDeep + row * kDeep, *keys = work.keys;
+      for (int64_t e = 0; e < form.E; e += kDeep, q += step_bytes) {
+        const int64_t deep = std::min<int64_t>(kDeep, form.E - e);
+        for (int64_t i = 0; i < deep; i += kQuad, keys += 64) {
+          __m512i key[kKeyGroups];
+#pragma GCC unroll 4
+          for (int g = 0; g < kKeyGroups; ++g) key[g] = _mm512_load_si512(keys + g * steps * kTileBytes);
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            const __m512i digits = Broadcast(q + r * kDeep + i);
+#pragma GCC unroll 4
+            for (int g = 0; g < kKeyGroups; ++g) sum[r][g] = _mm512_dpbusd_epi32(sum[r][g], key[g], digits);
+          }
+        }
+      }
+      Store(sum, work.sums + row * kBlock);
+    });
+  }
+
+  JAXSERVE_AMX static void Value(const Form& form, const Workspace& work, const int8_t* values,
+                                 int64_t tiles) {
+    auto add = [&](auto columns) JAXSERVE_AMX __attribute__((always_inline)) {
+      CoverRows<2>(2 * form.vectors(), [&](auto rows, int64_t row)
+                                           JAXSERVE_AMX __attribute__((always_inline)) {
+        constexpr int kRows = decltype(rows)::value, kTiles = decltype(columns)::value;
+        __m512i sum[kRows][kTiles] = {};
+        const uint8_t* weights = work.weights + row * kBlock;
+        for (int64_t i = 0; i < kBlock; i += kQuad) {
+          __m512i value[kTiles];
+#pragma GCC unroll 4
+          for (int v = 0; v < kTiles; ++v) value[v] = _mm512_load_si512(values + v * kTileBytes + i * kLanes);
+#pragma GCC unroll 6
+          for (int r = 0; r < kRows; ++r) {
+            const __m512i weight = Broadcast(weights + r * kBlock + i);
+#pragma GCC unroll 4
+            for (int v = 0; v < kTiles; ++v) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], weight, value[v]);
+          }
+        }
+        Store(sum, work.sums + row * kBlock);
+      });
+    };
+    if (tiles == 4) add(std::integral_constant<int, 4>());
+    if (tiles == 3) add(std::integral_constant<int, 3>());
+    if (tiles == 2) add(std::integral_constant<int, 2>());
+    if (tiles == 1) add(std::integral_constant<int, 1>());
+  }
+
+ private:
+  template <int kRows, int kColumns>
+  JAXSERVE_AMX static void Store(const __m512i (&sum)[kRows][kColumns], int32_t* to) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) _mm512_store_si512(to + r * kBlock + c * kLanes, sum[r][c]);
+    }
+  }
+};
+
+// ---- a block, for one tile of queries -----------------------------------------------------------
 
 // For each vector of a tile: what its values are multiplied with, and what a step of its weights is worth.
 struct Steps {
@@ -290,28 +417,12 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
 }
 
 // Adds to the values of `rows` vectors what the block's keys weigh.
+template <typename Unit>
 JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, const Steps& steps,
                                    int64_t rows, float* value) {
   for (int64_t e = 0; e < form.depth(); e += kWide) {
     const int64_t tiles = std::min<int64_t>(kWide, form.depth() - e) / kLanes;
-    const int8_t* from = work.values + e / kLanes * kTileBytes;
-    ZeroSums();
-    _tile_loadd(4, work.weights, kBlock);
-    _tile_loadd(5, from, 64);
-    _tile_dpbusd(0, 4, 5);
-    if (tiles > 1) {
-      _tile_loadd(6, from + kTileBytes, 64);
-      _tile_dpbusd(1, 4, 6);
-    }
-    if (tiles > 2) {
-      _tile_loadd(7, from + 2 * kTileBytes, 64);
-      _tile_dpbusd(2, 4, 7);
-    }
-    if (tiles > 3) {
-      _tile_loadd(5, from + 3 * kTileBytes, 64);
-      _tile_dpbusd(3, 4, 5);
-    }
-    StoreSums(work.sums);
+    Unit::Value(form, work, work.values + e / kLanes * kTileBytes, tiles);
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
       const __m512 kept = _mm512_set1_ps(steps.keep[r]), step = _mm512_set1_ps(steps.weight[r]);
@@ -326,26 +437,28 @@ JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, cons
 
 // ---- a tile of the plan -------------------------------------------------------------------------
 
+template <typename Unit>
 JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sight& sight,
                               const Groups<int8_t>& groups, const Groups<int8_t>& next,
                               const State& state) {
-  CopyKeys(groups, next, form, work.keys);
+  CopyKeys<Unit>(groups, next, form, work.keys);
   for (int64_t m0 = 0; m0 < form.M; m0 += form.vectors()) {
     const int64_t rows = std::min(form.vectors(), form.M - m0);
     Steps steps;
-    Score(form, work, m0);
+    Unit::Score(form, work, m0);
     if (m0 == 0) CopyValues(groups, next, form, work.values);  // while the tile unit is at it
     Weigh(form, work, sight, groups, m0, rows, state, &steps);
-    AddValues(form, work, steps, rows, state.value + m0 * form.depth());
+    AddValues<Unit>(form, work, steps, rows, state.value + m0 * form.depth());
   }
 }
 
+template <typename Unit>
 JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t segment, const Tile& after,
                          float* memory, const State& state) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
   std::memset(work.total, 0, form.padded() * kLanes * sizeof(float));
-  ConfigureTiles(2 * form.vectors(), kFirstRight, 8);
+  Unit::Begin(form);
   ForEachBlock(call, tile, segment, after,
                [&](const Sight& sight, const Groups<int8_t>& groups, const Groups<int8_t>& next)
                    JAXSERVE_AMX {
@@ -353,9 +466,9 @@ JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t seg
       Prefetch(next.key_scale[g]);
       Prefetch(next.value_scale[g]);
     }
-    AttendBlock(form, work, sight, groups, next, state);
+    AttendBlock<Unit>(form, work, sight, groups, next, state);
   });
-  _tile_release();
+  Unit::End();
   for (int64_t m = 0; m < form.M; ++m) {
     state.sum[m] = _mm512_reduce_add_ps(_mm512_load_ps(work.total + m * kLanes));
     if (std::isnan(work.q_step[m])) {
@@ -366,17 +479,20 @@ JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t seg
   }
 }
 
-}  // namespace
-
-Way<int8_t> ByCodes() {
+template <typename Unit>
+Way<int8_t> WayBy() {
   return {4 * kFewestVectors,
           [](const Call<int8_t>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
-          Start, Attend};
+          Start<Unit>, Attend<Unit>};
 }
+
+}  // namespace
+
+Way<int8_t> ByCodes(Isa isa) { return isa == Isa::kAmx ? WayBy<TileUnit>() : WayBy<VectorUnit>(); }
 
 #else
 
-Way<int8_t> ByCodes() { return ByLanes<int8_t>(); }
+Way<int8_t> ByCodes(Isa) { return ByLanes<int8_t>(); }
 
 #endif  // JAXSERVE_X86
 

@@ -105,31 +105,134 @@ JAXSERVE_AMX void CopyValues(const Groups<BFloat16>& from, const Groups<BFloat16
   }
 }
 
-// ---- a block, for one tile of queries -----------------------------------------------------------
+// ---- products on the tile unit ------------------------------------------------------------------
 
-JAXSERVE_AMX inline void Score(const Form& form, const BFloat16* q, const Workspace& work) {
-  const int64_t steps = form.deep() / (2 * kLanes);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t i = 0; i < steps; ++i) {
-    _tile_loadd(4, q + i * 2 * kLanes, form.deep() * 2);
-    const int8_t* keys = work.keys + i * kTileBytes;
-    _tile_loadd(5, keys, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, keys + steps * kTileBytes, 64);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, keys + 2 * steps * kTileBytes, 64);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(5, keys + 3 * steps * kTileBytes, 64);
-    _tile_dpbf16ps(3, 4, 5);
+struct TileUnit {
+  JAXSERVE_AMX static void Begin(const Form& form) { ConfigureTiles(form.rows(), kFirstRight, 8); }
+  JAXSERVE_AMX static void End() { _tile_release(); }
+
+  // The scores of a tile's queries, before the scale.
+  JAXSERVE_AMX static void Score(const Form& form, const BFloat16* q, const Workspace& work) {
+    const int64_t steps = form.deep() / (2 * kLanes);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < steps; ++i) {
+      _tile_loadd(4, q + i * 2 * kLanes, form.deep() * 2);
+      const int8_t* keys = work.keys + i * kTileBytes;
+      _tile_loadd(5, keys, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, keys + steps * kTileBytes, 64);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, keys + 2 * steps * kTileBytes, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, keys + 3 * steps * kTileBytes, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, work.scores, kBlock * 4);
+    _tile_stored(1, work.scores + kLanes, kBlock * 4);
+    _tile_stored(2, work.scores + 2 * kLanes, kBlock * 4);
+    _tile_stored(3, work.scores + 3 * kLanes, kBlock * 4);
   }
-  _tile_stored(0, work.scores, kBlock * 4);
-  _tile_stored(1, work.scores + kLanes, kBlock * 4);
-  _tile_stored(2, work.scores + 2 * kLanes, kBlock * 4);
-  _tile_stored(3, work.scores + 3 * kLanes, kBlock * 4);
-}
+
+  // Adds to kVectors x 16 elements of a tile's values, from vector v on, what the block's keys weigh.
+  template <int kVectors>
+  JAXSERVE_AMX static void AddValues(const Form& form, const Workspace& work, float* value, int64_t v) {
+    const int64_t stride = form.depth() * 4, half = form.depth() / kLanes * kTileBytes;
+    float* at = value + v * kLanes;
+    _tile_loadd(0, at, stride);
+    if constexpr (kVectors > 1) _tile_loadd(1, at + kLanes, stride);
+    if constexpr (kVectors > 2) _tile_loadd(2, at + 2 * kLanes, stride);
+    if constexpr (kVectors > 3) _tile_loadd(3, at + 3 * kLanes, stride);
+    for (int i = 0; i < 2; ++i) {
+      const int8_t* from = work.values + i * half + v * kTileBytes;
+      _tile_loadd(4, work.weights + i * 2 * kLanes, kBlock * 2);
+      _tile_loadd(5, from, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (kVectors > 1) _tile_loadd(6, from + kTileBytes, 64);
+      if constexpr (kVectors > 1) _tile_dpbf16ps(1, 4, 6);
+      if constexpr (kVectors > 2) _tile_loadd(7, from + 2 * kTileBytes, 64);
+      if constexpr (kVectors > 2) _tile_dpbf16ps(2, 4, 7);
+      if constexpr (kVectors > 3) _tile_loadd(5, from + 3 * kTileBytes, 64);
+      if constexpr (kVectors > 3) _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, at, stride);
+    if constexpr (kVectors > 1) _tile_stored(1, at + kLanes, stride);
+    if constexpr (kVectors > 2) _tile_stored(2, at + 2 * kLanes, stride);
+    if constexpr (kVectors > 3) _tile_stored(3, at + 3 * kLanes, stride);
+  }
+};
+
+// ---- the same on vector units -------------------------------------------------------------------
+
+struct VectorUnit {
+  static void Begin(const Form&) {}
+  static void End() {}
+
+  JAXSERVE_AMX static void Score(const Form& form, const BFloat16* q, const Workspace& work) {
+    CoverRows<1>(form.rows(), [&](auto rows, int64_t row) JAXSERVE_AMX __attribute__((always_inline)) {
+      constexpr int kPart = decltype(rows)::value;
+      __m512 sum[kPart][kKeyGroups] = {};
+      Multiply(sum, q + row * form.deep(), form.deep(), CeilDiv(form.E, 2), work.keys,
+               form.deep() / (2 * kLanes) * kTileBytes);
+      Store(sum, work.scores + row * kBlock, kBlock);
+    });
+  }
+
+  template <int kVectors>
+  JAXSERVE_AMX static void AddValues(const Form& form, const Workspace& work, float* value, int64_t v) {
+    CoverRows<1>(form.rows(), [&](auto rows, int64_t row) JAXSERVE_AMX __attribute__((always_inline)) {
+      constexpr int kPart = decltype(rows)::value;
+      float* at = value + row * form.depth() + v * kLanes;
+      __m512 sum[kPart][kVectors];
+#pragma GCC unroll 6
+      for (int r = 0; r < kPart; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors; ++c) sum[r][c] = _mm512_loadu_ps(at + r * form.depth() + c * kLanes);
+      }
+      for (int i = 0; i < 2; ++i) {
+        const int64_t tile = i * form.depth() / kLanes + v;
+        Multiply(sum, work.weights + row * kBlock + i * 2 * kLanes, kBlock, kLanes,
+                 work.values + tile * kTileBytes, kTileBytes);
+      }
+      Store(sum, at, form.depth());
+    });
+  }
+
+ private:
+  // Adds up the products of `pairs` pairs of the left operand's rows and of the right one's columns.
+  template <int kPart, int kColumns>
+  JAXSERVE_AMX static __attribute__((always_inline)) void Multiply(
+      __m512 (&sum)[kPart][kColumns], const BFloat16* left, int64_t left_stride, int64_t pairs,
+      const int8_t* right, int64_t right_stride) {
+    for (int64_t i = 0; i < pairs; ++i) {
+      __m512bh column[kColumns];
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) {
+        column[c] = (__m512bh)_mm512_load_si512(right + c * right_stride + i * 64);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kPart; ++r) {
+        const auto pair = (__m512bh)Broadcast(left + r * left_stride + 2 * i);
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumns; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pair, column[c]);
+      }
+    }
+  }
+
+  template <int kPart, int kColumns>
+  JAXSERVE_AMX static __attribute__((always_inline)) void Store(const __m512 (&sum)[kPart][kColumns],
+                                                                float* to, int64_t stride) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kPart; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) _mm512_storeu_ps(to + r * stride + c * kLanes, sum[r][c]);
+    }
+  }
+};
+
+// ---- a block, for one tile of queries -----------------------------------------------------------
 
 // The scores of `rows` vectors from m0 on -> weights, and their state made ready to add the values.
 // state.max counts in scores before the scale, and in powers of two.
@@ -185,52 +288,26 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
   }
 }
 
-// Adds to kVectors x 16 elements of a tile's values, from vector v on, what the block's keys weigh.
-template <int kVectors>
-JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, float* value, int64_t v) {
-  const int64_t stride = form.depth() * 4, half = form.depth() / kLanes * kTileBytes;
-  float* at = value + v * kLanes;
-  _tile_loadd(0, at, stride);
-  if constexpr (kVectors > 1) _tile_loadd(1, at + kLanes, stride);
-  if constexpr (kVectors > 2) _tile_loadd(2, at + 2 * kLanes, stride);
-  if constexpr (kVectors > 3) _tile_loadd(3, at + 3 * kLanes, stride);
-  for (int i = 0; i < 2; ++i) {
-    const int8_t* from = work.values + i * half + v * kTileBytes;
-    _tile_loadd(4, work.weights + i * 2 * kLanes, kBlock * 2);
-    _tile_loadd(5, from, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    if constexpr (kVectors > 1) _tile_loadd(6, from + kTileBytes, 64);
-    if constexpr (kVectors > 1) _tile_dpbf16ps(1, 4, 6);
-    if constexpr (kVectors > 2) _tile_loadd(7, from + 2 * kTileBytes, 64);
-    if constexpr (kVectors > 2) _tile_dpbf16ps(2, 4, 7);
-    if constexpr (kVectors > 3) _tile_loadd(5, from + 3 * kTileBytes, 64);
-    if constexpr (kVectors > 3) _tile_dpbf16ps(3, 4, 5);
-  }
-  _tile_stored(0, at, stride);
-  if constexpr (kVectors > 1) _tile_stored(1, at + kLanes, stride);
-  if constexpr (kVectors > 2) _tile_stored(2, at + 2 * kLanes, stride);
-  if constexpr (kVectors > 3) _tile_stored(3, at + 3 * kLanes, stride);
-}
-
 // ---- a tile of the plan -------------------------------------------------------------------------
 
+template <typename Unit>
 JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sight& sight,
                               const Groups<BFloat16>& groups, const Groups<BFloat16>& next,
                               const State& state) {
   const int64_t rows = form.rows(), vectors = form.depth() / kLanes;
   CopyKeys(groups, next, form, work.keys);
   for (int64_t m0 = 0; m0 < form.M; m0 += rows) {
-    Score(form, work.q + m0 * form.deep(), work);
+    Unit::Score(form, work.q + m0 * form.deep(), work);
     if (m0 == 0) {  // while the tile unit is at it
       CopyValues(groups, next, sight, form, work.zeros, work.values);
     }
     Weigh(form, work, sight, m0, std::min(rows, form.M - m0), state);
     float* value = state.value + m0 * form.depth();
     int64_t v = 0;
-    for (; v + 4 <= vectors; v += 4) AddValues<4>(form, work, value, v);
-    if (vectors - v == 3) AddValues<3>(form, work, value, v);
-    if (vectors - v == 2) AddValues<2>(form, work, value, v);
-    if (vectors - v == 1) AddValues<1>(form, work, value, v);
+    for (; v + 4 <= vectors; v += 4) Unit::template AddValues<4>(form, work, value, v);
+    if (vectors - v == 3) Unit::template AddValues<3>(form, work, value, v);
+    if (vectors - v == 2) Unit::template AddValues<2>(form, work, value, v);
+    if (vectors - v == 1) Unit::template AddValues<1>(form, work, value, v);
   }
 }
 
@@ -248,33 +325,37 @@ void Start(const Call<BFloat16>& call, const Tile& tile, float* memory) {
   }
 }
 
+template <typename Unit>
 JAXSERVE_AMX void Attend(const Call<BFloat16>& call, const Tile& tile, int64_t segment, const Tile& after,
                          float* memory, const State& state) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
   std::memset(work.sums, 0, form.padded() * kLanes * sizeof(float));
-  ConfigureTiles(form.rows(), kFirstRight, 8);
+  Unit::Begin(form);
   ForEachBlock(call, tile, segment, after,
                [&](const Sight& sight, const Groups<BFloat16>& groups, const Groups<BFloat16>& next)
-                   JAXSERVE_AMX { AttendBlock(form, work, sight, groups, next, state); });
-  _tile_release();
+                   JAXSERVE_AMX { AttendBlock<Unit>(form, work, sight, groups, next, state); });
+  Unit::End();
   for (int64_t m = 0; m < form.M; ++m) {
     state.sum[m] = _mm512_reduce_add_ps(_mm512_load_ps(work.sums + m * kLanes));
     if (form.soft_cap == 0) state.max[m] *= form.scale;
   }
 }
 
-}  // namespace
-
-Way<BFloat16> ByTiles() {
+template <typename Unit>
+Way<BFloat16> WayBy() {
   return {4 * kFewestVectors,
           [](const Call<BFloat16>& call, int64_t M) { return Workspace(nullptr, FormOf(call, M)).floats; },
-          Start, Attend};
+          Start, Attend<Unit>};
 }
+
+}  // namespace
+
+Way<BFloat16> ByTiles(Isa isa) { return isa == Isa::kAmx ? WayBy<TileUnit>() : WayBy<VectorUnit>(); }
 
 #else
 
-Way<BFloat16> ByTiles() { return ByLanes<BFloat16>(); }
+Way<BFloat16> ByTiles(Isa) { return ByLanes<BFloat16>(); }
 
 #endif  // JAXSERVE_X86
 

@@ -85,6 +85,24 @@ JAXSERVE_AMX void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t s
   }
 }
 
+// ---- the vector units' products ------------------------------------------------------------------
+
+// Calls piece(kRows, row), the first a compile-time number, for pieces that cover `rows`, of which there
+// are a multiple of kStep. Six rows by four columns have 24 sums: with their operands they fit the 32
+// registers, and even two rows have enough sums for the unit not to wait for the last product.
+template <int kStep, int kRows = 6, typename Piece>
+JAXSERVE_AMX inline void CoverRows(int64_t rows, const Piece& piece, int64_t row = 0) {
+  for (; row + kRows <= rows; row += kRows) piece(std::integral_constant<int, kRows>(), row);
+  if constexpr (kRows > kStep) CoverRows<kStep, kRows - kStep>(rows, piece, row);
+}
+
+// Four bytes of a left operand, 16 times.
+JAXSERVE_AMX inline __m512i Broadcast(const void* at) {
+  int32_t four;
+  std::memcpy(&four, at, sizeof(four));
+  return _mm512_set1_epi32(four);
+}
+
 }  // namespace jaxserve::attention
 
 #endif  // JAXSERVE_X86
