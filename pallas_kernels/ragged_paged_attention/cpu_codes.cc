@@ -68,6 +68,13 @@ struct Workspace {
   }
 };
 
+// A block of keys and values, and those to ask memory for meanwhile.
+struct Block {
+  const Form& form;
+  const Workspace& work;
+  const Groups<int8_t>&groups, &next;
+};
+
 Form FormOf(const Call<int8_t>& call, int64_t M) { return {M, call.E, call.scale, call.soft_cap}; }
 
 // 256 high + low, as floats.
@@ -131,14 +138,24 @@ JAXSERVE_AMX inline __m512i ByFours(__m512i from) {
   return _mm512_permutexvar_epi8(order, from);
 }
 
+// 16 elements of four values, by fours.
+JAXSERVE_AMX inline __m512i FourOf(const int8_t* at, int64_t stride) {
+  auto load = [](const int8_t* row) JAXSERVE_AMX __attribute__((always_inline)) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
+  };
+  __m512i rows = _mm512_castsi128_si512(load(at));
+  rows = _mm512_inserti32x4(rows, load(at + stride), 1);
+  rows = _mm512_inserti32x4(rows, load(at + 2 * stride), 2);
+  return ByFours(_mm512_inserti32x4(rows, load(at + 3 * stride), 3));
+}
+
 // Elements past E are whatever lies there: a query's digits are zero for them.
-template <typename Unit>
 JAXSERVE_AMX void CopyKeys(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
                            int8_t* to) {
   for (int64_t e = 0; e < form.E; e += kQuad, to += 64) {
 #pragma GCC unroll 4
     for (int64_t g = 0; g < kKeyGroups; ++g) {
-      const __m512i elements = Unit::Keys(_mm512_loadu_si512(from.key[g] + e * kLanes));
+      const __m512i elements = _mm512_loadu_si512(from.key[g] + e * kLanes);
       _mm512_store_si512(to + g * form.steps() * kTileBytes, ByFours(elements));
       if (form.tiles() == 1) Prefetch(next.key[g] + e * kLanes);
     }
@@ -149,21 +166,12 @@ JAXSERVE_AMX void CopyKeys(const Groups<int8_t>& from, const Groups<int8_t>& nex
 JAXSERVE_AMX void CopyValues(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
                              int8_t* values) {
   const int64_t whole = form.E / kLanes * kLanes, rest = form.E - whole;
-  auto four = [](const int8_t* at, int64_t stride) JAXSERVE_AMX __attribute__((always_inline)) {
-    auto load = [](const int8_t* row) JAXSERVE_AMX __attribute__((always_inline)) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
-    };
-    __m512i rows = _mm512_castsi128_si512(load(at));
-    rows = _mm512_inserti32x4(rows, load(at + stride), 1);
-    rows = _mm512_inserti32x4(rows, load(at + 2 * stride), 2);
-    return ByFours(_mm512_inserti32x4(rows, load(at + 3 * stride), 3));
-  };
   for (int64_t quad = 0; quad < kLanes / kQuad; ++quad) {
     for (int64_t g = 0; g < kKeyGroups; ++g) {
       const int64_t at = quad * kQuad * form.E;
       int8_t* to = values + (quad * kKeyGroups + g) * 64;
       for (int64_t e = 0; e < whole; e += kLanes, to += kTileBytes) {
-        _mm512_store_si512(to, four(from.value[g] + at + e, form.E));
+        _mm512_store_si512(to, FourOf(from.value[g] + at + e, form.E));
         if (form.tiles() == 1) Prefetch(next.value[g] + at + e * kQuad);
       }
       if (rest == 0) continue;
@@ -171,7 +179,7 @@ JAXSERVE_AMX void CopyValues(const Groups<int8_t>& from, const Groups<int8_t>& n
       for (int64_t i = 0; i < kQuad; ++i) {
         std::memcpy(part + i * kLanes, from.value[g] + at + i * form.E + whole, rest);
       }
-      _mm512_store_si512(to, four(part, kLanes));
+      _mm512_store_si512(to, FourOf(part, kLanes));
     }
   }
 }
@@ -193,13 +201,20 @@ JAXSERVE_AMX inline void ZeroSums() {
 }
 
 struct TileUnit {
+  static void StartSums(const Form&, const Workspace&) {}
   JAXSERVE_AMX static void Begin(const Form& form) { ConfigureTiles(2 * form.vectors(), kFirstRight, 8); }
   JAXSERVE_AMX static void End() { _tile_release(); }
-  JAXSERVE_AMX static __m512i Keys(__m512i codes) { return codes; }
-  static void StartSums(const Form&, const Workspace&) {}
+  JAXSERVE_AMX static void TakeKeys(const Block& block) {
+    CopyKeys(block.groups, block.next, block.form, block.work.keys);
+  }
+  JAXSERVE_AMX static void TakeValues(const Block& block) {
+    CopyValues(block.groups, block.next, block.form, block.work.values);
+  }
 
   // The sums of a tile's digits, from vector m0 on, times a block's keys.
-  JAXSERVE_AMX static void Score(const Form& form, const Workspace& work, int64_t m0) {
+  JAXSERVE_AMX static void Score(const Block& block, int64_t m0) {
+    const Form& form = block.form;
+    const Workspace& work = block.work;
     const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
     const int8_t* q = work.q + m0 * 2 * steps * kDeep;
     ZeroSums();
@@ -218,8 +233,10 @@ struct TileUnit {
     StoreSums(work.sums);
   }
 
-  // The sums of a tile's weights times its values' elements in `tiles` tiles of 16, up to four.
-  JAXSERVE_AMX static void Value(const Form&, const Workspace& work, const int8_t* values, int64_t tiles) {
+  // The sums of a tile's weights times elements [e, e + 16 tiles) of a block's values, up to four tiles.
+  JAXSERVE_AMX static void Value(const Block& block, int64_t e, int64_t tiles) {
+    const Workspace& work = block.work;
+    const int8_t* values = work.values + e / kLanes * kTileBytes;
     ZeroSums();
     _tile_loadd(4, work.weights, kBlock);
     _tile_loadd(5, values, 64);
@@ -242,14 +259,10 @@ struct TileUnit {
 
 // ---- the same on vector units -------------------------------------------------------------------
 
-// They multiply unsigned bytes with signed ones. So keys are 128 more than they are, and sums start at what
-// that would add to them: they come to the same.
+// They multiply unsigned bytes with signed ones. So keys are taken for 128 more than they are, and sums start
+// at what that will add to them: they come to the same. Keys and values are put in order on their way from
+// their pages to the products, for each piece of a tile anew: there are units enough to do both.
 struct VectorUnit {
-  static void Begin(const Form&) {}
-  static void End() {}
-  JAXSERVE_AMX static __m512i Keys(__m512i codes) {
-    return _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
-  }
   JAXSERVE_AMX static void StartSums(const Form& form, const Workspace& work) {
     const int64_t rows = 2 * form.vectors();
     for (int64_t row = 0; row < 2 * form.padded(); ++row) {
@@ -261,68 +274,140 @@ struct VectorUnit {
       work.q_start[row] = -_mm512_reduce_add_epi32(sum);
     }
   }
+  static void Begin(const Form&) {}
+  static void End() {}
+  static void TakeKeys(const Block&) {}
 
-  JAXSERVE_AMX static void Score(const Form& form, const Workspace& work, int64_t m0) {
-    CoverRows<2>(2 * form.vectors(), [&](auto rows, int64_t row)
-                                         JAXSERVE_AMX __attribute__((always_inline)) {
-      constexpr int kRows = decltype(rows)::value;
-      const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
-      __m512i sum[kRows][kKeyGroups];
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int g = 0; g < kKeyGroups; ++g) sum[r][g] = _mm512_set1_epi32(work.q_start[2 * m0 + row + r]);
-      }
-      const int8_t *q = work.q + m0 * 2 * steps * kDeep + row * kDeep, *keys = work.keys;
-      for (int64_t e = 0; e < form.E; e += kDeep, q += step_bytes) {
-        const int64_t deep = std::min<int64_t>(kDeep, form.E - e);
-        for (int64_t i = 0; i < deep; i += kQuad, keys += 64) {
-          __m512i key[kKeyGroups];
-#pragma GCC unroll 4
-          for (int g = 0; g < kKeyGroups; ++g) key[g] = _mm512_load_si512(keys + g * steps * kTileBytes);
-#pragma GCC unroll 6
-          for (int r = 0; r < kRows; ++r) {
-            const __m512i digits = Broadcast(q + r * kDeep + i);
-#pragma GCC unroll 4
-            for (int g = 0; g < kKeyGroups; ++g) sum[r][g] = _mm512_dpbusd_epi32(sum[r][g], key[g], digits);
-          }
-        }
-      }
-      Store(sum, work.sums + row * kBlock);
+  // Elements behind the last whole vector are copied, as [kBlock][16]: a page may end with them.
+  static void TakeValues(const Block& block) {
+    const int64_t E = block.form.E, whole = E / kLanes * kLanes;
+    if (whole == E) return;
+    for (int64_t key = 0; key < kBlock; ++key) {
+      std::memcpy(block.work.values + key * kLanes,
+                  block.groups.value[key / kLanes] + key % kLanes * E + whole, E - whole);
+    }
+  }
+
+  JAXSERVE_AMX static void Score(const Block& block, int64_t m0) {
+    CoverRows<2>(2 * block.form.vectors(), [&](auto rows, int64_t row) JAXSERVE_AMX {
+      ScoreRows<decltype(rows)::value>(block, m0, row);
     });
   }
 
-  JAXSERVE_AMX static void Value(const Form& form, const Workspace& work, const int8_t* values,
-                                 int64_t tiles) {
-    auto add = [&](auto columns) JAXSERVE_AMX __attribute__((always_inline)) {
-      CoverRows<2>(2 * form.vectors(), [&](auto rows, int64_t row)
-                                           JAXSERVE_AMX __attribute__((always_inline)) {
-        constexpr int kRows = decltype(rows)::value, kTiles = decltype(columns)::value;
-        __m512i sum[kRows][kTiles] = {};
-        const uint8_t* weights = work.weights + row * kBlock;
-        for (int64_t i = 0; i < kBlock; i += kQuad) {
-          __m512i value[kTiles];
-#pragma GCC unroll 4
-          for (int v = 0; v < kTiles; ++v) value[v] = _mm512_load_si512(values + v * kTileBytes + i * kLanes);
-#pragma GCC unroll 6
-          for (int r = 0; r < kRows; ++r) {
-            const __m512i weight = Broadcast(weights + r * kBlock + i);
-#pragma GCC unroll 4
-            for (int v = 0; v < kTiles; ++v) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], weight, value[v]);
-          }
-        }
-        Store(sum, work.sums + row * kBlock);
-      });
-    };
-    if (tiles == 4) add(std::integral_constant<int, 4>());
-    if (tiles == 3) add(std::integral_constant<int, 3>());
-    if (tiles == 2) add(std::integral_constant<int, 2>());
-    if (tiles == 1) add(std::integral_constant<int, 1>());
+  JAXSERVE_AMX static void Value(const Block& block, int64_t e, int64_t tiles) {
+    const int64_t whole = std::min(tiles, (block.form.E - e) / kLanes);
+    const int8_t* values[kKeyGroups];
+    for (int g = 0; g < kKeyGroups; ++g) values[g] = block.groups.value[g] + e;
+    int64_t c = 0;
+    for (; c + 4 <= whole; c += 4) Columns<4>(block, values, block.form.E, c);
+    for (; c + 2 <= whole; c += 2) Columns<2>(block, values, block.form.E, c);
+    for (; c < whole; ++c) Columns<1>(block, values, block.form.E, c);
+    if (c == tiles) return;
+    for (int g = 0; g < kKeyGroups; ++g) values[g] = block.work.values + (g * kLanes - c) * kLanes;
+    Columns<1>(block, values, kLanes, c);
   }
 
  private:
+  // sum += bytes * codes, four of each. GCC moves sums from register to register around its own intrinsic.
+  JAXSERVE_AMX static __attribute__((always_inline)) void AddProducts(__m512i& sum, __m512i bytes,
+                                                                      __m512i codes) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
+  }
+
+  template <int kRows>
+  JAXSERVE_AMX static __attribute__((noinline)) void ScoreRows(const Block& block, int64_t m0, int64_t row) {
+    const Form& form = block.form;
+    const int64_t E = form.E, step_bytes = 2 * form.vectors() * kDeep;
+    const bool ahead = form.tiles() == 1 && row == 0;
+    const int8_t* q = block.work.q + m0 * 2 * form.steps() * kDeep + row * kDeep;
+    const int32_t* start = block.work.q_start + 2 * m0 + row;
+    __m512i sum[kRows][kKeyGroups];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kKeyGroups; ++g) sum[r][g] = _mm512_set1_epi32(start[r]);
+    }
+    for (int64_t e = 0; e < E; e += kQuad) {
+      const int8_t* digits = q + e / kDeep * step_bytes + e % kDeep;
+      __m512i key[kKeyGroups];
+#pragma GCC unroll 4
+      for (int g = 0; g < kKeyGroups; ++g) {
+        key[g] = ByFours(_mm512_loadu_si512(block.groups.key[g] + e * kLanes));
+        key[g] = _mm512_xor_si512(key[g], _mm512_set1_epi8(-128));
+        if (ahead) Prefetch(block.next.key[g] + e * kLanes);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i digit = Broadcast(digits + r * kDeep);
+#pragma GCC unroll 4
+        for (int g = 0; g < kKeyGroups; ++g) AddProducts(sum[r][g], key[g], digit);
+      }
+    }
+    Store(sum, block.work.sums + row * kBlock);
+  }
+
+  // The sums for kTiles x 16 elements, from 16 c on, of values that lie `stride` apart in each group.
+  template <int kTiles>
+  JAXSERVE_AMX static void Columns(const Block& block, const int8_t* const* values, int64_t stride, int64_t c) {
+    CoverRows<2>(2 * block.form.vectors(), [&](auto rows, int64_t row) JAXSERVE_AMX {
+      ValueRows<decltype(rows)::value, kTiles>(block, values, stride, c, row);
+    });
+  }
+
+  template <int kRows, int kTiles>
+  JAXSERVE_AMX static __attribute__((noinline)) void ValueRows(const Block& block, const int8_t* const* values,
+                                                               int64_t stride, int64_t c, int64_t row) {
+    const bool ahead = block.form.tiles() == 1 && row == 0;
+    const uint8_t* weights = block.work.weights + row * kBlock;
+    __m512i sum[kRows][kTiles] = {};
+    for (int64_t i = 0; i < kBlock / kQuad; ++i, weights += kQuad) {  // in the order in which Weigh packs them
+      const int64_t g = i % kKeyGroups, at = i / kKeyGroups * kQuad * stride;
+      __m512i value[kTiles];
+      Fours(values[g] + at + c * kLanes, stride, value);
+      if (ahead) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kTiles; ++v) Prefetch(block.next.value[g] + at + (c + v) * kLanes * kQuad);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i weight = Broadcast(weights + r * kBlock);
+#pragma GCC unroll 4
+        for (int v = 0; v < kTiles; ++v) AddProducts(sum[r][v], weight, value[v]);
+      }
+    }
+    Store(sum, block.work.sums + row * kBlock + c * kLanes);
+  }
+
+  // kTiles x 16 elements of four values, by fours.
+  template <int kTiles>
+  JAXSERVE_AMX static __attribute__((always_inline)) void Fours(const int8_t* at, int64_t stride,
+                                                                __m512i (&four)[kTiles]) {
+    if constexpr (kTiles == 1) {
+      four[0] = FourOf(at, stride);
+      return;
+    }
+    auto pair = [&](const int8_t* row) JAXSERVE_AMX __attribute__((always_inline)) {
+      auto load = [](const int8_t* from) JAXSERVE_AMX __attribute__((always_inline)) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      };
+      return _mm512_inserti64x4(_mm512_castsi256_si512(load(row)), load(row + stride), 1);
+    };
+    const __m512i order = _mm512_set_epi8(
+        111, 79, 47, 15, 110, 78, 46, 14, 109, 77, 45, 13, 108, 76, 44, 12, 107, 75, 43, 11, 106, 74, 42, 10,
+        105, 73, 41, 9, 104, 72, 40, 8, 103, 71, 39, 7, 102, 70, 38, 6, 101, 69, 37, 5, 100, 68, 36, 4, 99, 67,
+        35, 3, 98, 66, 34, 2, 97, 65, 33, 1, 96, 64, 32, 0);
+    const __m512i later = _mm512_add_epi8(order, _mm512_set1_epi8(16));
+#pragma GCC unroll 2
+    for (int v = 0; v + 1 < kTiles; v += 2) {
+      const __m512i front = pair(at + v * kLanes), back = pair(at + v * kLanes + 2 * stride);
+      four[v] = _mm512_permutex2var_epi8(front, order, back);
+      four[v + 1] = _mm512_permutex2var_epi8(front, later, back);
+    }
+  }
+
   template <int kRows, int kColumns>
-  JAXSERVE_AMX static void Store(const __m512i (&sum)[kRows][kColumns], int32_t* to) {
+  JAXSERVE_AMX static __attribute__((always_inline)) void Store(const __m512i (&sum)[kRows][kColumns],
+                                                                int32_t* to) {
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -418,13 +503,13 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
 
 // Adds to the values of `rows` vectors what the block's keys weigh.
 template <typename Unit>
-JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, const Steps& steps,
-                                   int64_t rows, float* value) {
+JAXSERVE_AMX inline void AddValues(const Block& block, const Steps& steps, int64_t rows, float* value) {
+  const Form& form = block.form;
   for (int64_t e = 0; e < form.depth(); e += kWide) {
     const int64_t tiles = std::min<int64_t>(kWide, form.depth() - e) / kLanes;
-    Unit::Value(form, work, work.values + e / kLanes * kTileBytes, tiles);
+    Unit::Value(block, e, tiles);
     for (int64_t r = 0; r < rows; ++r) {
-      const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
+      const int32_t *high = block.work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
       const __m512 kept = _mm512_set1_ps(steps.keep[r]), step = _mm512_set1_ps(steps.weight[r]);
       float* at = value + r * form.depth() + e;
       for (int64_t v = 0; v < tiles * kLanes; v += kLanes) {
@@ -438,17 +523,16 @@ JAXSERVE_AMX inline void AddValues(const Form& form, const Workspace& work, cons
 // ---- a tile of the plan -------------------------------------------------------------------------
 
 template <typename Unit>
-JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sight& sight,
-                              const Groups<int8_t>& groups, const Groups<int8_t>& next,
-                              const State& state) {
-  CopyKeys<Unit>(groups, next, form, work.keys);
+JAXSERVE_AMX void AttendBlock(const Block& block, const Sight& sight, const State& state) {
+  const Form& form = block.form;
+  Unit::TakeKeys(block);
   for (int64_t m0 = 0; m0 < form.M; m0 += form.vectors()) {
     const int64_t rows = std::min(form.vectors(), form.M - m0);
     Steps steps;
-    Unit::Score(form, work, m0);
-    if (m0 == 0) CopyValues(groups, next, form, work.values);  // while the tile unit is at it
-    Weigh(form, work, sight, groups, m0, rows, state, &steps);
-    AddValues<Unit>(form, work, steps, rows, state.value + m0 * form.depth());
+    Unit::Score(block, m0);
+    if (m0 == 0) Unit::TakeValues(block);  // while the tile unit is at it
+    Weigh(form, block.work, sight, block.groups, m0, rows, state, &steps);
+    AddValues<Unit>(block, steps, rows, state.value + m0 * form.depth());
   }
 }
 
@@ -466,7 +550,7 @@ JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t seg
       Prefetch(next.key_scale[g]);
       Prefetch(next.value_scale[g]);
     }
-    AttendBlock<Unit>(form, work, sight, groups, next, state);
+    AttendBlock<Unit>({form, work, groups, next}, sight, state);
   });
   Unit::End();
   for (int64_t m = 0; m < form.M; ++m) {

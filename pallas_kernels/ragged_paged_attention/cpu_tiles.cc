@@ -53,19 +53,37 @@ struct Workspace {
   }
 };
 
+// A block of keys and values, and those to ask memory for meanwhile.
+struct Block {
+  const Form& form;
+  const Workspace& work;
+  const Sight& sight;
+  const Groups<BFloat16>&groups, &next;
+
+  // A key's values; of a key out of sight zeros, as its slot may hold no numbers.
+  const BFloat16* Value(int64_t key) const {
+    if (key < sight.from || key >= sight.to) return work.zeros;
+    return groups.value[key / kLanes] + key % kLanes * form.E;
+  }
+};
+
 Form FormOf(const Call<BFloat16>& call, int64_t M) {
   return {M, call.E, call.scale, call.soft_cap};
 }
 
 // ---- keys and values as pairs -------------------------------------------------------------------
 
+// The order that makes of 32 numbers pairs, of the first 16 with the others.
+JAXSERVE_AMX inline __m512i ByPairs() {
+  return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                          20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
 // 16 pairs of bfloat16: those at `first` below those at `second`.
 JAXSERVE_AMX inline __m512i Pairs(const BFloat16* first, const BFloat16* second) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
   both = _mm512_inserti64x4(both, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)), 1);
-  return _mm512_permutexvar_epi16(order, both);
+  return _mm512_permutexvar_epi16(ByPairs(), both);
 }
 
 // Keys as pairs of elements. Groups go side by side, as the processor runs ahead in each of them, and the
@@ -82,20 +100,17 @@ JAXSERVE_AMX void CopyKeys(const Groups<BFloat16>& from, const Groups<BFloat16>&
   }
 }
 
-// Values as pairs of keys. A key out of sight gets zeros: its slot may hold no numbers.
-JAXSERVE_AMX void CopyValues(const Groups<BFloat16>& from, const Groups<BFloat16>& next,
-                             const Sight& sight, const Form& form, const BFloat16* zeros, int8_t* values) {
+// Values as pairs of keys.
+JAXSERVE_AMX void CopyValues(const Block& block, int8_t* values) {
+  const Form& form = block.form;
   const int64_t whole = form.E / kLanes * kLanes, rest = form.E - whole;
   for (int64_t pair = 0; pair < kBlock / 2; ++pair) {
-    const int64_t key = 2 * pair, g = key / kLanes, at = key % kLanes * form.E;
-    auto row = [&](int64_t i) {
-      return key + i >= sight.from && key + i < sight.to ? from.value[g] + at + i * form.E : zeros;
-    };
-    const BFloat16 *first = row(0), *second = row(1);
+    const BFloat16 *first = block.Value(2 * pair), *second = block.Value(2 * pair + 1);
+    const BFloat16* next = block.next.value[2 * pair / kLanes] + 2 * pair % kLanes * form.E;
     int8_t* to = values + pair / kRows * (form.depth() / kLanes) * kTileBytes + pair % kRows * 64;
     for (int64_t e = 0; e < whole; e += kLanes, to += kTileBytes) {
       _mm512_store_si512(to, Pairs(first + e, second + e));
-      if (form.tiles() == 1) Prefetch(next.value[g] + at + 2 * e);
+      if (form.tiles() == 1) Prefetch(next + 2 * e);
     }
     if (rest == 0) continue;
     BFloat16 part[2][kLanes] = {};
@@ -110,9 +125,15 @@ JAXSERVE_AMX void CopyValues(const Groups<BFloat16>& from, const Groups<BFloat16
 struct TileUnit {
   JAXSERVE_AMX static void Begin(const Form& form) { ConfigureTiles(form.rows(), kFirstRight, 8); }
   JAXSERVE_AMX static void End() { _tile_release(); }
+  JAXSERVE_AMX static void TakeKeys(const Block& block) {
+    CopyKeys(block.groups, block.next, block.form, block.work.keys);
+  }
+  JAXSERVE_AMX static void TakeValues(const Block& block) { CopyValues(block, block.work.values); }
 
   // The scores of a tile's queries, before the scale.
-  JAXSERVE_AMX static void Score(const Form& form, const BFloat16* q, const Workspace& work) {
+  JAXSERVE_AMX static void Score(const Block& block, const BFloat16* q) {
+    const Form& form = block.form;
+    const Workspace& work = block.work;
     const int64_t steps = form.deep() / (2 * kLanes);
     _tile_zero(0);
     _tile_zero(1);
@@ -136,9 +157,20 @@ struct TileUnit {
     _tile_stored(3, work.scores + 3 * kLanes, kBlock * 4);
   }
 
+  // Adds to a tile's values what the block's keys weigh.
+  JAXSERVE_AMX static void AddValues(const Block& block, float* value) {
+    const int64_t vectors = block.form.depth() / kLanes;
+    int64_t v = 0;
+    for (; v + 4 <= vectors; v += 4) AddVectors<4>(block.form, block.work, value, v);
+    if (vectors - v == 3) AddVectors<3>(block.form, block.work, value, v);
+    if (vectors - v == 2) AddVectors<2>(block.form, block.work, value, v);
+    if (vectors - v == 1) AddVectors<1>(block.form, block.work, value, v);
+  }
+
+ private:
   // Adds to kVectors x 16 elements of a tile's values, from vector v on, what the block's keys weigh.
   template <int kVectors>
-  JAXSERVE_AMX static void AddValues(const Form& form, const Workspace& work, float* value, int64_t v) {
+  JAXSERVE_AMX static void AddVectors(const Form& form, const Workspace& work, float* value, int64_t v) {
     const int64_t stride = form.depth() * 4, half = form.depth() / kLanes * kTileBytes;
     float* at = value + v * kLanes;
     _tile_loadd(0, at, stride);
@@ -166,57 +198,132 @@ struct TileUnit {
 
 // ---- the same on vector units -------------------------------------------------------------------
 
+// Keys and values become pairs on their way from their pages to the products, for each piece of a tile anew:
+// there are units enough to do both.
 struct VectorUnit {
   static void Begin(const Form&) {}
   static void End() {}
+  static void TakeKeys(const Block&) {}
 
-  JAXSERVE_AMX static void Score(const Form& form, const BFloat16* q, const Workspace& work) {
-    CoverRows<1>(form.rows(), [&](auto rows, int64_t row) JAXSERVE_AMX __attribute__((always_inline)) {
-      constexpr int kPart = decltype(rows)::value;
-      __m512 sum[kPart][kKeyGroups] = {};
-      Multiply(sum, q + row * form.deep(), form.deep(), CeilDiv(form.E, 2), work.keys,
-               form.deep() / (2 * kLanes) * kTileBytes);
-      Store(sum, work.scores + row * kBlock, kBlock);
+  // Elements behind the last whole vector are copied, as [kBlock][16]: a page may end with them.
+  static void TakeValues(const Block& block) {
+    const int64_t E = block.form.E, whole = E / kLanes * kLanes;
+    if (whole == E) return;
+    auto* to = reinterpret_cast<BFloat16*>(block.work.values);
+    for (int64_t key = 0; key < kBlock; ++key, to += kLanes) {
+      std::memset(to, 0, kLanes * sizeof(BFloat16));
+      std::memcpy(to, block.Value(key) + whole, (E - whole) * sizeof(BFloat16));
+    }
+  }
+
+  JAXSERVE_AMX static void Score(const Block& block, const BFloat16* q) {
+    CoverRows<1>(block.form.rows(), [&](auto rows, int64_t row) JAXSERVE_AMX {
+      ScoreRows<decltype(rows)::value>(block, q, row);
     });
   }
 
-  template <int kVectors>
-  JAXSERVE_AMX static void AddValues(const Form& form, const Workspace& work, float* value, int64_t v) {
-    CoverRows<1>(form.rows(), [&](auto rows, int64_t row) JAXSERVE_AMX __attribute__((always_inline)) {
-      constexpr int kPart = decltype(rows)::value;
-      float* at = value + row * form.depth() + v * kLanes;
-      __m512 sum[kPart][kVectors];
-#pragma GCC unroll 6
-      for (int r = 0; r < kPart; ++r) {
-#pragma GCC unroll 4
-        for (int c = 0; c < kVectors; ++c) sum[r][c] = _mm512_loadu_ps(at + r * form.depth() + c * kLanes);
-      }
-      for (int i = 0; i < 2; ++i) {
-        const int64_t tile = i * form.depth() / kLanes + v;
-        Multiply(sum, work.weights + row * kBlock + i * 2 * kLanes, kBlock, kLanes,
-                 work.values + tile * kTileBytes, kTileBytes);
-      }
-      Store(sum, at, form.depth());
-    });
+  JAXSERVE_AMX static void AddValues(const Block& block, float* value) {
+    const Form& form = block.form;
+    const BFloat16* values[kBlock];
+    for (int64_t key = 0; key < kBlock; ++key) values[key] = block.Value(key);
+    const int64_t whole = form.E / kLanes;
+    int64_t v = 0;
+    for (; v + 4 <= whole; v += 4) AddVectors<4>(block, values, value, v);
+    for (; v + 2 <= whole; v += 2) AddVectors<2>(block, values, value, v);
+    for (; v < whole; ++v) AddVectors<1>(block, values, value, v);
+    if (v * kLanes == form.depth()) return;
+    const auto* rest = reinterpret_cast<const BFloat16*>(block.work.values);
+    for (int64_t key = 0; key < kBlock; ++key) values[key] = rest + (key - v) * kLanes;
+    AddVectors<1>(block, values, value, v);
   }
 
  private:
-  // Adds up the products of `pairs` pairs of the left operand's rows and of the right one's columns.
+  template <int kPart>
+  JAXSERVE_AMX static __attribute__((noinline)) void ScoreRows(const Block& block, const BFloat16* q,
+                                                               int64_t row) {
+    const Form& form = block.form;
+    const bool ahead = form.tiles() == 1 && row == 0;
+    __m512 sum[kPart][kKeyGroups] = {};
+    q += row * form.deep();
+    for (int64_t e = 0; e < form.E; e += 2) {
+      __m512i key[kKeyGroups];
+#pragma GCC unroll 4
+      for (int g = 0; g < kKeyGroups; ++g) {
+        key[g] = _mm512_permutexvar_epi16(ByPairs(), _mm512_loadu_si512(block.groups.key[g] + e * kLanes));
+        if (ahead) Prefetch(block.next.key[g] + e * kLanes);
+      }
+      AddProducts(sum, q + e, form.deep(), key);
+    }
+    Store(sum, block.work.scores + row * kBlock, kBlock);
+  }
+
+  // Adds to 16 kVectors elements of a tile's values, from vector v on.
+  template <int kVectors>
+  JAXSERVE_AMX static void AddVectors(const Block& block, const BFloat16* const* values, float* value,
+                                      int64_t v) {
+    CoverRows<1>(block.form.rows(), [&](auto rows, int64_t row) JAXSERVE_AMX {
+      AddRows<decltype(rows)::value, kVectors>(block, values, value, v, row);
+    });
+  }
+
+  template <int kPart, int kVectors>
+  JAXSERVE_AMX static __attribute__((noinline)) void AddRows(const Block& block, const BFloat16* const* values,
+                                                             float* value, int64_t v, int64_t row) {
+    const int64_t E = block.form.E, stride = block.form.depth();
+    const bool ahead = block.form.tiles() == 1 && row == 0;
+    const BFloat16* weights = block.work.weights + row * kBlock;
+    float* to = value + row * stride + v * kLanes;
+    __m512 sum[kPart][kVectors];
+#pragma GCC unroll 6
+    for (int r = 0; r < kPart; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) sum[r][c] = _mm512_loadu_ps(to + r * stride + c * kLanes);
+    }
+    for (int64_t key = 0; key < kBlock; key += 2) {
+      __m512i pairs[kVectors];
+      PairsOf(values[key] + v * kLanes, values[key + 1] + v * kLanes, pairs);
+      if (ahead) {
+        const BFloat16* next = block.next.value[key / kLanes] + key % kLanes * E;
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors; ++c) Prefetch(next + (v + c) * 2 * kLanes);
+      }
+      AddProducts(sum, weights + key, kBlock, pairs);
+    }
+    Store(sum, to, stride);
+  }
+
+  // kVectors x 16 pairs of elements of two values.
+  template <int kVectors>
+  JAXSERVE_AMX static __attribute__((always_inline)) void PairsOf(const BFloat16* first, const BFloat16* second,
+                                                                  __m512i (&pairs)[kVectors]) {
+    if constexpr (kVectors == 1) {
+      pairs[0] = Pairs(first, second);
+      return;
+    }
+    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                           38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i later = _mm512_add_epi16(order, _mm512_set1_epi16(kLanes));
+#pragma GCC unroll 2
+    for (int c = 0; c + 1 < kVectors; c += 2) {
+      const __m512i front = _mm512_loadu_si512(first + c * kLanes);
+      const __m512i back = _mm512_loadu_si512(second + c * kLanes);
+      pairs[c] = _mm512_permutex2var_epi16(front, order, back);
+      pairs[c + 1] = _mm512_permutex2var_epi16(front, later, back);
+    }
+  }
+
+  // sum += a pair of each row, `stride` numbers apart, times the columns' pairs. GCC moves sums from register
+  // to register around its own intrinsic.
   template <int kPart, int kColumns>
-  JAXSERVE_AMX static __attribute__((always_inline)) void Multiply(
-      __m512 (&sum)[kPart][kColumns], const BFloat16* left, int64_t left_stride, int64_t pairs,
-      const int8_t* right, int64_t right_stride) {
-    for (int64_t i = 0; i < pairs; ++i) {
-      __m512bh column[kColumns];
+  JAXSERVE_AMX static __attribute__((always_inline)) void AddProducts(__m512 (&sum)[kPart][kColumns],
+                                                                      const BFloat16* rows, int64_t stride,
+                                                                      const __m512i (&columns)[kColumns]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kPart; ++r) {
+      const __m512i pair = Broadcast(rows + r * stride);
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; ++c) {
-        column[c] = (__m512bh)_mm512_load_si512(right + c * right_stride + i * 64);
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < kPart; ++r) {
-        const auto pair = (__m512bh)Broadcast(left + r * left_stride + 2 * i);
-#pragma GCC unroll 4
-        for (int c = 0; c < kColumns; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pair, column[c]);
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum[r][c]) : "v"(pair), "v"(columns[c]));
       }
     }
   }
@@ -291,23 +398,15 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
 // ---- a tile of the plan -------------------------------------------------------------------------
 
 template <typename Unit>
-JAXSERVE_AMX void AttendBlock(const Form& form, const Workspace& work, const Sight& sight,
-                              const Groups<BFloat16>& groups, const Groups<BFloat16>& next,
-                              const State& state) {
-  const int64_t rows = form.rows(), vectors = form.depth() / kLanes;
-  CopyKeys(groups, next, form, work.keys);
+JAXSERVE_AMX void AttendBlock(const Block& block, const State& state) {
+  const Form& form = block.form;
+  const int64_t rows = form.rows();
+  Unit::TakeKeys(block);
   for (int64_t m0 = 0; m0 < form.M; m0 += rows) {
-    Unit::Score(form, work.q + m0 * form.deep(), work);
-    if (m0 == 0) {  // while the tile unit is at it
-      CopyValues(groups, next, sight, form, work.zeros, work.values);
-    }
-    Weigh(form, work, sight, m0, std::min(rows, form.M - m0), state);
-    float* value = state.value + m0 * form.depth();
-    int64_t v = 0;
-    for (; v + 4 <= vectors; v += 4) Unit::template AddValues<4>(form, work, value, v);
-    if (vectors - v == 3) Unit::template AddValues<3>(form, work, value, v);
-    if (vectors - v == 2) Unit::template AddValues<2>(form, work, value, v);
-    if (vectors - v == 1) Unit::template AddValues<1>(form, work, value, v);
+    Unit::Score(block, block.work.q + m0 * form.deep());
+    if (m0 == 0) Unit::TakeValues(block);  // while the tile unit is at it
+    Weigh(form, block.work, block.sight, m0, std::min(rows, form.M - m0), state);
+    Unit::AddValues(block, state.value + m0 * form.depth());
   }
 }
 
@@ -334,7 +433,7 @@ JAXSERVE_AMX void Attend(const Call<BFloat16>& call, const Tile& tile, int64_t s
   Unit::Begin(form);
   ForEachBlock(call, tile, segment, after,
                [&](const Sight& sight, const Groups<BFloat16>& groups, const Groups<BFloat16>& next)
-                   JAXSERVE_AMX { AttendBlock<Unit>(form, work, sight, groups, next, state); });
+                   JAXSERVE_AMX { AttendBlock<Unit>({form, work, sight, groups, next}, state); });
   Unit::End();
   for (int64_t m = 0; m < form.M; ++m) {
     state.sum[m] = _mm512_reduce_add_ps(_mm512_load_ps(work.sums + m * kLanes));

@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import api, cpu, kv, shapes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.describe())
 
-ISAS = native.isas()[:3]  # in float32 attention has no tile code: amx is avx512
+ISAS = native.isas()[:3]  # in float32 attention has no code for those above avx512
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 BatchShape = shapes.BatchShape
 
@@ -106,9 +106,9 @@ def test_narrow_caches(kv_dtype, isa):
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bfloat16_queries(name, isa, kv_dtype):
-    """Queries of 8 bits, and on the tile unit weights of as many: a weight, and the result, are off
-    by 2^-9 of themselves at most, the result by 2^-8 of the largest value, on average by far less.
-    """
+    """Queries of 8 bits, and on the tile or vector units weights of as many: a weight, and the result,
+    are off by 2^-9 of themselves at most, the result by 2^-8 of the largest value, on average by far
+    less."""
     shape = small(BY_NAME[name])
     rows = BatchShape("rows", ((1, 1), (1, 65), (1, 700), (7, 7), (33, 530)), 1, 3)
     case = shapes.make_case(shape, rows, page_size=16, seed=1)
@@ -227,6 +227,19 @@ def test_instruction_sets_agree_to_the_bit():
     shape = BY_NAME["smollm2"]
     case = shapes.make_case(shape, BatchShape("rows", ((1, 90), (20, 20))), page_size=16, seed=7)
     results = [np.asarray(run(case, shape, isa=isa)[0]) for isa in ISAS[1:]]
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 512])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_units_agree_to_the_bit_over_int8(head_dim, group):
+    """Sums of codes are exact on the tile unit as on vector units, and all else is the same code."""
+    shape = shapes.HeadShape("odd", 2 * group, 2, head_dim)
+    rows = BatchShape("rows", ((1, 1), (1, 650), (7, 7), (64, 128)))
+    case = shapes.make_case(shape, rows, page_size=16, seed=10)
+    units = native.isas()[3:]
+    results = [np.asarray(run(case, shape, jnp.bfloat16, "int8", isa)[0]) for isa in units]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.rms_norm import cpu, reference
 
-ISAS = native.isas()[:3]  # no tile code: amx is avx512
+ISAS = native.isas()[:3]  # no code for those above avx512
 
 
 def run(isa, x, weight, eps, layer=None):
