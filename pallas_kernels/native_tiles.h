@@ -1,4 +1,6 @@
-// AMX's tile unit, as the native CPU operations use it: eight tiles of up to 16 rows of 64 bytes.
+// AMX's tile unit, as the native CPU operations use it: eight tiles of up to 16 rows of 64 bytes. Code that
+// also runs without one, on AVX-512 with products of bytes and of bfloat16 (Isa::kAvx512Bf16), may be marked
+// JAXSERVE_AMX as well: that permits instructions, it asks for none.
 
 #pragma once
 

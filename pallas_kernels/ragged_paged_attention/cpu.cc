@@ -186,7 +186,7 @@ Plan MakePlan(const Call<KV>& call, int64_t most_vectors) {
   return plan;
 }
 
-// The tile unit where it can be had: a query's way must not depend on its mates.
+// Products of bytes and of bfloat16 where they can be had: a query's way must not depend on its mates.
 template <typename KV>
 Way<KV> ChooseWay(const Call<KV>& call) {
   const bool tiles = call.bfloat16 && call.isa >= Isa::kAvx512Bf16 && call.lanes() == kLanes;

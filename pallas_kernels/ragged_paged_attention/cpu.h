@@ -8,9 +8,9 @@
 // its state as it was, to the bit.
 //
 // There are three ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and where queries
-// come as bfloat16, in pages that 16 divides, on AMX's tile unit, over a cache of bfloat16 by its products of
-// bfloat16 (cpu_tiles.cc), over one of int8 by those of bytes (cpu_codes.cc). Which one depends on the
-// cache alone, never on the batch.
+// come as bfloat16, in pages that 16 divides, over a cache of bfloat16 by products of bfloat16 (cpu_tiles.cc),
+// over one of int8 by those of bytes (cpu_codes.cc), which AMX's tile unit makes or, without one, the vector
+// units of AVX-512. Which one depends on the cache alone, never on the batch.
 
 #pragma once
 

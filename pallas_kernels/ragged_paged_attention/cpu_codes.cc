@@ -1,13 +1,13 @@
-// Ragged paged attention over int8 codes by tiles: products of bytes on AMX's tile unit, added up exactly
-// in int32; see cpu.h.
+// Ragged paged attention over int8 codes by tiles: products of bytes on AMX's tile unit or, without one, on
+// AVX-512's vector units, added up exactly in int32, so that both give the same bits; see cpu.h.
 //
 // What meets the codes is cut into two digits of a byte: a query's elements, of 16 bits of its largest one,
 // and a block's weights, times the scales of its values, of 16 bits of the largest of them. A tile holds
 // the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and
-// codes go to the tile unit as they are, but for their order: K by four elements of 16 keys, V by four keys
-// of 16 elements. A vector goes through the same operations whatever tile it is in.
+// codes go to the products as they are, but for their order: K by four elements of 16 keys, V by four keys of
+// 16 elements. The tile unit finds them so in copies, vector units order them in registers. A vector goes through the same operations whatever tile it is in.
 //
-// Few rows wait for memory: a core has 16 lines of 64 bytes on their way at most, and with 128 ns a line
+// With the tile unit few rows wait for memory: a core there has 16 lines of 64 bytes on their way at most, and with 128 ns a line
 // that is 8 GB/s, half of what one long stream gets. So copying what is there already costs nothing:
 // pages in the tile unit's own order took half the time from near caches (230 in place of 450 ns for 64
 // keys of a head), and the same from memory (950).
@@ -334,7 +334,7 @@ struct VectorUnit {
       for (int g = 0; g < kKeyGroups; ++g) {
         key[g] = ByFours(_mm512_loadu_si512(block.groups.key[g] + e * kLanes));
         key[g] = _mm512_xor_si512(key[g], _mm512_set1_epi8(-128));
-        if (ahead) Prefetch(block.next.key[g] + e * kLanes);
+        if (ahead) PrefetchFar(block.next.key[g] + e * kLanes);
       }
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) {
@@ -366,7 +366,7 @@ struct VectorUnit {
       Fours(values[g] + at + c * kLanes, stride, value);
       if (ahead) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kTiles; ++v) Prefetch(block.next.value[g] + at + (c + v) * kLanes * kQuad);
+        for (int v = 0; v < kTiles; ++v) PrefetchFar(block.next.value[g] + at + (c + v) * kLanes * kQuad);
       }
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) {

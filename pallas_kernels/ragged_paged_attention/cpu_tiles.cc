@@ -1,10 +1,10 @@
-// Ragged paged attention over bfloat16 by tiles: products on AMX's tile unit, which multiplies bfloat16
-// and adds up in float32; see cpu.h.
+// Ragged paged attention over bfloat16 by tiles: products on AMX's tile unit or, without one, on AVX-512's
+// vector units, which multiply bfloat16 and add up in float32; see cpu.h.
 //
-// A block's K and V are copied as the tile unit wants them: K as pairs of elements of 16 keys, V as pairs
-// of keys of 16 elements. Weights are rounded to bfloat16, as on other accelerators. The tile unit's time
-// does not depend on the rows of a tile, and its sums not on what is in the other rows: one token takes
-// the same way as many.
+// A block's K and V are multiplied as pairs: K of elements of 16 keys, V of keys of 16 elements. The tile unit
+// finds them in copies, vector units make them in registers. Weights are rounded to bfloat16, as on other
+// accelerators. A row's sums do not depend on what is in the other rows, nor on how many there are: one token
+// takes the same way as many.
 
 #include "cpu_tiles.h"
 
@@ -250,7 +250,7 @@ struct VectorUnit {
 #pragma GCC unroll 4
       for (int g = 0; g < kKeyGroups; ++g) {
         key[g] = _mm512_permutexvar_epi16(ByPairs(), _mm512_loadu_si512(block.groups.key[g] + e * kLanes));
-        if (ahead) Prefetch(block.next.key[g] + e * kLanes);
+        if (ahead) PrefetchFar(block.next.key[g] + e * kLanes);
       }
       AddProducts(sum, q + e, form.deep(), key);
     }
@@ -285,7 +285,7 @@ struct VectorUnit {
       if (ahead) {
         const BFloat16* next = block.next.value[key / kLanes] + key % kLanes * E;
 #pragma GCC unroll 4
-        for (int c = 0; c < kVectors; ++c) Prefetch(next + (v + c) * 2 * kLanes);
+        for (int c = 0; c < kVectors; ++c) PrefetchFar(next + (v + c) * 2 * kLanes);
       }
       AddProducts(sum, weights + key, kBlock, pairs);
     }

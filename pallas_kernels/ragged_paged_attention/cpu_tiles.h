@@ -1,4 +1,5 @@
-// What the two ways by AMX's tile unit share (cpu_tiles.cc, cpu_codes.cc); see cpu.h.
+// What the two ways by tiles share (cpu_tiles.cc, cpu_codes.cc), and either with both of its units, AMX's tile
+// unit and the vector units of AVX-512; see cpu.h.
 
 #pragma once
 
@@ -49,6 +50,12 @@ struct Groups {
 template <typename T>
 JAXSERVE_AMX inline void Prefetch(const T* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+}
+
+// Into the second cache: that one has more lines on their way at a time.
+template <typename T>
+JAXSERVE_AMX inline void PrefetchFar(const T* at) {
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
 }
 
 // The keys of a block that a tile's token sees, a bit each.
