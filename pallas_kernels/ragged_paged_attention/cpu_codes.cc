@@ -4,13 +4,14 @@
 // What meets the codes is cut into two digits of a byte: a query's elements, of 16 bits of its largest one,
 // and a block's weights, times the scales of its values, of 16 bits of the largest of them. A tile holds
 // the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and
-// codes go to the products as they are, but for their order: K by four elements of 16 keys, V by four keys of
-// 16 elements. The tile unit finds them so in copies, vector units order them in registers. A vector goes through the same operations whatever tile it is in.
+// codes are multiplied as they are, but for their order: K by four elements of 16 keys, V by four keys of 16
+// elements. The tile unit finds them so in copies; for vector units they are put in order in registers. A
+// vector goes through the same operations whatever tile it is in.
 //
-// With the tile unit few rows wait for memory: a core there has 16 lines of 64 bytes on their way at most, and with 128 ns a line
-// that is 8 GB/s, half of what one long stream gets. So copying what is there already costs nothing:
-// pages in the tile unit's own order took half the time from near caches (230 in place of 450 ns for 64
-// keys of a head), and the same from memory (950).
+// With the tile unit few rows wait for memory: a core has 16 lines of 64 bytes on their way at most, and with
+// 128 ns a line that is 8 GB/s, half of what one long stream gets. So copying what is there already costs
+// nothing: pages in the tile unit's own order took half the time from near caches (230 in place of 450 ns for
+// 64 keys of a head), and the same from memory (950). On vector units copies did cost: 500 in place of 360 ns.
 
 #include "cpu_tiles.h"
 
@@ -295,14 +296,13 @@ struct VectorUnit {
   }
 
   JAXSERVE_AMX static void Value(const Block& block, int64_t e, int64_t tiles) {
-    const int64_t whole = std::min(tiles, (block.form.E - e) / kLanes);
+    const int64_t E = block.form.E, end = e / kLanes + tiles, whole = std::min(end, E / kLanes);
+    int64_t c = e / kLanes;
+    for (; c + 4 <= whole; c += 4) Columns<4>(block, block.groups.value, E, c);
+    for (; c + 2 <= whole; c += 2) Columns<2>(block, block.groups.value, E, c);
+    for (; c < whole; ++c) Columns<1>(block, block.groups.value, E, c);
+    if (c == end) return;
     const int8_t* values[kKeyGroups];
-    for (int g = 0; g < kKeyGroups; ++g) values[g] = block.groups.value[g] + e;
-    int64_t c = 0;
-    for (; c + 4 <= whole; c += 4) Columns<4>(block, values, block.form.E, c);
-    for (; c + 2 <= whole; c += 2) Columns<2>(block, values, block.form.E, c);
-    for (; c < whole; ++c) Columns<1>(block, values, block.form.E, c);
-    if (c == tiles) return;
     for (int g = 0; g < kKeyGroups; ++g) values[g] = block.work.values + (g * kLanes - c) * kLanes;
     Columns<1>(block, values, kLanes, c);
   }
@@ -348,7 +348,8 @@ struct VectorUnit {
 
   // The sums for kTiles x 16 elements, from 16 c on, of values that lie `stride` apart in each group.
   template <int kTiles>
-  JAXSERVE_AMX static void Columns(const Block& block, const int8_t* const* values, int64_t stride, int64_t c) {
+  JAXSERVE_AMX static void Columns(const Block& block, const int8_t* const* values, int64_t stride,
+                                   int64_t c) {
     CoverRows<2>(2 * block.form.vectors(), [&](auto rows, int64_t row) JAXSERVE_AMX {
       ValueRows<decltype(rows)::value, kTiles>(block, values, stride, c, row);
     });
@@ -375,7 +376,7 @@ struct VectorUnit {
         for (int v = 0; v < kTiles; ++v) AddProducts(sum[r][v], weight, value[v]);
       }
     }
-    Store(sum, block.work.sums + row * kBlock + c * kLanes);
+    Store(sum, block.work.sums + row * kBlock + c * kLanes % kWide);
   }
 
   // kTiles x 16 elements of four values, by fours.

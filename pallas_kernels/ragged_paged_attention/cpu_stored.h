@@ -62,7 +62,9 @@ JAXSERVE_INLINE Lanes Widen(const int16_t* at) {
 JAXSERVE_INLINE Lanes Widen(const int8_t* at) {
   int8_t byte __attribute__((vector_size(16)));
   std::memcpy(&byte, at, sizeof(byte));
-  return __builtin_convertvector(__builtin_convertvector(byte, IntLanes), Lanes);
+  int16_t code __attribute__((vector_size(32)));
+  code = __builtin_convertvector(byte, decltype(code));  // GCC 12 widens to four bytes one by one
+  return __builtin_convertvector(__builtin_convertvector(code, IntLanes), Lanes);
 }
 JAXSERVE_INLINE Lanes Widen(const Float8* at) {
   Lanes v;

@@ -294,7 +294,8 @@ struct VectorUnit {
 
   // kVectors x 16 pairs of elements of two values.
   template <int kVectors>
-  JAXSERVE_AMX static __attribute__((always_inline)) void PairsOf(const BFloat16* first, const BFloat16* second,
+  JAXSERVE_AMX static __attribute__((always_inline)) void PairsOf(const BFloat16* first,
+                                                                  const BFloat16* second,
                                                                   __m512i (&pairs)[kVectors]) {
     if constexpr (kVectors == 1) {
       pairs[0] = Pairs(first, second);
