@@ -106,9 +106,9 @@ def test_narrow_caches(kv_dtype, isa):
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bfloat16_queries(name, isa, kv_dtype):
-    """Queries of 8 bits, and on the tile or vector units weights of as many: a weight, and the result,
-    are off by 2^-9 of themselves at most, the result by 2^-8 of the largest value, on average by far
-    less."""
+    """Queries of 8 bits, and on the tile or vector units weights of as many: a weight, and the
+    result, are off by 2^-9 of themselves at most, the result by 2^-8 of the largest value, on
+    average by far less."""
     shape = small(BY_NAME[name])
     rows = BatchShape("rows", ((1, 1), (1, 65), (1, 700), (7, 7), (33, 530)), 1, 3)
     case = shapes.make_case(shape, rows, page_size=16, seed=1)
@@ -234,7 +234,7 @@ def test_instruction_sets_agree_to_the_bit():
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 512])
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_units_agree_to_the_bit_over_int8(head_dim, group):
-    """Sums of codes are exact on the tile unit as on vector units, and all else is the same code."""
+    """Sums of codes are exact on the tile unit and on vector units, and the rest is the same code."""
     shape = shapes.HeadShape("odd", 2 * group, 2, head_dim)
     rows = BatchShape("rows", ((1, 1), (1, 650), (7, 7), (64, 128)))
     case = shapes.make_case(shape, rows, page_size=16, seed=10)
