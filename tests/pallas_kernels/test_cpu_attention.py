@@ -234,7 +234,7 @@ def test_instruction_sets_agree_to_the_bit():
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 512])
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_units_agree_to_the_bit_over_int8(head_dim, group):
-    """Sums of codes are exact on the tile unit and on vector units, and the rest is the same code."""
+    """Sums of codes are exact on the tile unit and on vector units; the rest is one code."""
     shape = shapes.HeadShape("odd", 2 * group, 2, head_dim)
     rows = BatchShape("rows", ((1, 1), (1, 650), (7, 7), (64, 128)))
     case = shapes.make_case(shape, rows, page_size=16, seed=10)
