@@ -251,9 +251,11 @@ def pre_norm_block(layer: Layer, hidden_TD: jax.Array, kv_pages, attend):
 def decoder_forward(params, config, token_ids_T, positions_T, kv_pages, attend, block):
     """Embeds, runs `block(layer, hidden_TD, kv_pages, attend)` for every layer, normalises.
 
-    -> (hidden_TD in config.dtype, kv_pages with this step's keys and values written).
+    An id below 0 is padding: zeros until biases make them something, so that native matmuls pass
+    over them. -> (hidden_TD in config.dtype, kv_pages with this step's keys and values written).
     """
     hidden_TD = linear_op.gather_rows(params["embed"], token_ids_T)
+    hidden_TD = jnp.where(token_ids_T[:, None] < 0, jnp.float32(0), hidden_TD)
     if config.embed_scale != 1.0:
         hidden_TD = hidden_TD * jnp.float32(config.embed_scale)
     ropes = {spec.rope for spec in config.layers if spec.rope is not None}

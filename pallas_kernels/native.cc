@@ -2,10 +2,12 @@
 
 #include "native.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -210,6 +212,22 @@ int NumThreads() { return TheWorkers().size(); }
 
 void internal::Run(int64_t count, Task task, const void* context) {
   TheWorkers().Run(count, task, context);
+}
+
+int64_t UsedRows(const void* x, int64_t rows, int64_t width, bool bfloat16) {
+  const size_t row_bytes = width * (bfloat16 ? 2 : 4);
+  const uint64_t magnitudes = bfloat16 ? 0x7fff7fff7fff7fff : 0x7fffffff7fffffff;  // without signs
+  for (; rows > 0; --rows) {
+    const char* row = static_cast<const char*>(x) + (rows - 1) * row_bytes;
+    uint64_t any = 0;
+    for (size_t i = 0; i < row_bytes; i += sizeof(any)) {
+      uint64_t part = 0;
+      std::memcpy(&part, row + i, std::min(sizeof(part), row_bytes - i));
+      any |= part & magnitudes;
+    }
+    if (any != 0) break;
+  }
+  return rows;
 }
 
 Team::Team() : owner_(owner_mutex.try_lock()), saved_mode_(FlushSubnormals()) {}

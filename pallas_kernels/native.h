@@ -114,6 +114,10 @@ class Team {
   mutable void* own_ = nullptr;
 };
 
+// Rows of x [rows, width], float32 or bfloat16, up to the last one that is not all zeros. Steps are padded with
+// such rows: they need no work.
+int64_t UsedRows(const void* x, int64_t rows, int64_t width, bool bfloat16);
+
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline size_t Align64(size_t bytes) { return (bytes + 63) & ~size_t{63}; }
 

@@ -4,7 +4,8 @@ tokens (from the host, or last_token_N) -> family.forward -> rows that sample ->
 -> sample -> last_token_N. greedy_step is all of it for rows that want the best token and nothing
 else; for others score_step goes as far as the logits and choose_step on from there, or best_step
 where all take the best that their grammars allow. Rows and tokens past the batch's own are padding:
-they compute finite rubbish that nothing reads and write nowhere a real row can see.
+zeros, which native matmuls pass over, or finite rubbish; nothing reads it, and it writes nowhere a
+real row can see.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def _forward(params, state, inputs, spec):
     token_ids_T = jnp.where(
         inputs.token_ids_T < 0, state.last_token_N[inputs.slot_T], inputs.token_ids_T
     )
+    token_ids_T = jnp.where(_is_real(inputs), token_ids_T, -1)
 
     def attend(q_THE, k_TJE, v_TJE, kv_pages, **options):
         backend = spec.attention_backend
@@ -153,9 +155,18 @@ def _forward(params, state, inputs, spec):
     return state.replace(kv_pages=kv_pages), hidden_TD
 
 
+def _is_real(inputs) -> jax.Array:
+    """bool [T]: not padding."""
+    tokens_T = jnp.arange(inputs.token_ids_T.shape[0], dtype=jnp.int32)
+    return tokens_T < inputs.batch.cu_q_len_S1[-1]
+
+
 def _logits(params, hidden_TD, inputs, spec):
-    """float32 [S, V] at each row's last token."""
-    logits_SV = spec.family.logits(params, spec.model_config, hidden_TD[inputs.last_T_S])
+    """float32 [S, V] at the last token of each row that samples. Of others the input is zero, which
+    costs native matmuls nothing behind those that sample."""
+    zero = jnp.zeros((), hidden_TD.dtype)
+    hidden_SD = jnp.where(inputs.samples_S[:, None], hidden_TD[inputs.last_T_S], zero)
+    logits_SV = spec.family.logits(params, spec.model_config, hidden_SD)
     return logit_transforms.mask_padded_vocabulary(logits_SV, spec.num_tokens)
 
 
@@ -184,8 +195,7 @@ def _pool(sums_ND, inputs, hidden_TD):
     begins_S = averaged_S & (end_S == cu_q_len_S1[1:] - cu_q_len_S1[:-1])
     sums_ND = sums_ND.at[jnp.where(begins_S, inputs.slot_S, num_slots)].set(0.0, mode="drop")
     averaged_N = jnp.zeros((num_slots,), bool).at[inputs.slot_S].set(averaged_S, mode="drop")
-    real_T = jnp.arange(hidden_TD.shape[0], dtype=jnp.int32) < cu_q_len_S1[-1]
-    into_T = jnp.where(real_T & averaged_N[inputs.slot_T], inputs.slot_T, num_slots)
+    into_T = jnp.where(_is_real(inputs) & averaged_N[inputs.slot_T], inputs.slot_T, num_slots)
     hidden_TD = hidden_TD.astype(jnp.float32)
     sums_ND = sums_ND.at[into_T].add(hidden_TD, mode="drop")
     mean_SD = sums_ND[inputs.slot_S] / jnp.maximum(end_S, 1)[:, None].astype(jnp.float32)

@@ -183,13 +183,15 @@ ffi::Error LinearFloats(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer panels, ffi::Buf
   bool half = panels.element_type() == ffi::BF16;
   auto dims = panels.dimensions();
   Shape shape{};
-  shape.T = x.dimensions()[0];
   shape.D = x.dimensions()[1];
   shape.F = y->dimensions()[1];
+  shape.T = UsedRows(x.typed_data(), x.dimensions()[0], shape.D, false);
+  std::fill(y->typed_data() + shape.T * shape.F, y->typed_data() + y->element_count(), 0.0f);
   shape.depth = dims[2] * (half ? 2 : 1);
   int64_t index = layer.typed_data()[0];
   if (index < 0 || index >= dims[0]) return ffi::Error::InvalidArgument("linear: no such layer");
   int64_t offset = index * dims[1] * shape.depth * kPanel;
+  if (shape.T == 0) return ffi::Error::Success();
   if (half) {
     Linear(shape, x.typed_data(), static_cast<const BFloat16*>(panels.untyped_data()) + offset,
            y->typed_data(), ChooseIsa(isa));

@@ -417,6 +417,15 @@ Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
   return w;
 }
 
+// What rows of zeros come to, from row `used` of y on: what is added, or nothing.
+void FillUnused(const Product& product, ffi::AnyBuffer y, int64_t used) {
+  const size_t row_bytes = y.size_bytes() / std::max<int64_t>(y.dimensions()[0], 1);
+  auto* to = static_cast<char*>(y.untyped_data()) + used * row_bytes;
+  const size_t size = y.size_bytes() - used * row_bytes;
+  const auto* plus = static_cast<const char*>(product.w.plus);
+  plus == nullptr ? std::memset(to, 0, size) : std::memcpy(to, plus + used * row_bytes, size);
+}
+
 // args: x [T, D], layer [], then codes, scale and offset of each weight, then, of one weight, what is
 // added to the result, or an empty array. forms: bits, group and zero of
 // each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
@@ -429,6 +438,7 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
   int64_t index = *static_cast<const int32_t*>(layer.untyped_data());
   const int64_t T = x.dimensions()[0], D = x.dimensions()[1];
   const bool gated = activation >= 0, bfloat16 = x.element_type() == ffi::BF16;
+  const int64_t used = UsedRows(x.untyped_data(), T, D, bfloat16);
   const bool amx = ChooseIsa(isa) == Isa::kAmx;
   if (bytes != 1 && bytes != kFine) return ffi::Error::InvalidArgument("linear: bytes must be 1 or 4");
   if (bfloat16 && bytes > 1 && ChooseIsa(isa) < Isa::kAvx512Bf16) {
@@ -447,7 +457,7 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
       ffi::AnyBuffer codes = buffer(2 + 3 * n);
       if (index < 0 || index >= codes.dimensions()[0]) return false;
       *w = WeightOf(codes, buffer(3 + 3 * n), buffer(4 + 3 * n), index, forms.begin() + 3 * n);
-      w->T = T;
+      w->T = used;
       w->D = D;
       w->F = y->dimensions()[1];
       w->bfloat16 = product.bfloat16 && !gated;
@@ -459,8 +469,10 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     if (gated) found = found && read(i + 1, &product.up);
     else product.up = product.w;
     if (!found) return ffi::Error::InvalidArgument("linear: no such layer");
+    FillUnused(product, *y, used);
     products.push_back(product);
   }
+  if (used == 0) return ffi::Error::Success();
   const Input input{x.untyped_data(), bfloat16, static_cast<int>(bytes)};
 #if JAXSERVE_X86
   if (bytes > 1 && bfloat16) {
@@ -468,7 +480,7 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     multiply(products.data(), products.size(), x.untyped_data());
     return ffi::Error::Success();
   }
-  if (bytes > 1 && amx && T >= kTilesFromRows) {
+  if (bytes > 1 && amx && T >= kTilesFromRows) {  // by all rows: a step's padding must not choose
     MultiplyTiles(products.data(), products.size(), static_cast<const float*>(x.untyped_data()));
     return ffi::Error::Success();
   }

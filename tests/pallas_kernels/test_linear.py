@@ -309,6 +309,28 @@ def test_what_is_added(rows, dtype, form, isa):
 
 
 @needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "Q4_1"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_zeros_at_the_end(dtype, form, isa):
+    """What steps are padded with: the other rows' bits are as with anything else there, and theirs
+    is what is added, or zero. A zero may have a sign; all rows may be such."""
+    weight = api.prepare(make_weight(form, 72, 256), "stored", "cpu")
+    x = np.concatenate([make_rows(40, 256), np.zeros((24, 256), np.float32)])
+    x[45, 3] = -0.0
+    x, full = jnp.asarray(x, dtype), jnp.asarray(np.where(x == 0, 1, x), dtype)
+    plus = jnp.asarray(make_rows(64, 72, seed=3), dtype)
+    run = jax.jit(functools.partial(cpu.linear, isa=isa))
+    for options in ({}, {"plus": plus}):
+        got, want = np.array(run(x, weight, **options)), np.array(run(full, weight, **options))
+        np.testing.assert_array_equal(
+            got[:40][np.any(x[:40] != 0, 1)], want[:40][np.any(x[:40] != 0, 1)]
+        )
+        np.testing.assert_array_equal(got[40:], np.asarray(options.get("plus", plus * 0))[40:])
+    assert not np.asarray(run(x[40:], weight)).any()
+
+
+@needs_native
 @pytest.mark.parametrize("rows", [390, 801])
 @pytest.mark.parametrize("depth", [96, 1216])
 @pytest.mark.parametrize("forms", [("Q4_1", "Q4_1", "Q4_1"), ("int8", "Q4_K", "Q6_K")])
