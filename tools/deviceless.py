@@ -314,6 +314,7 @@ def parse(argv):
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="packed tokens of the step")
     parser.add_argument("--max_len", type=int, default=8192, help="longest row")
+    parser.add_argument("--no_loops", action="store_true", help="print no loops: compiles sooner")
     return parser.parse_args(argv)
 
 
@@ -330,8 +331,8 @@ def parts(args):
 def main(argv=None) -> int:
     args = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        # The texts of a whole step take longer to write than it to compile.
-        prepare(None if args.step else folder)
+        # The schedules' texts take longer to write than a step, or a large kernel, to compile.
+        prepare(None if args.step or args.no_loops else folder)
         try:
             target = describe(args.topology)
             for part in parts(args):
