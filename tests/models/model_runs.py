@@ -9,7 +9,7 @@ import numpy as np
 from jaxserve.pallas_kernels.ragged_paged_attention import api
 
 PAGE = 16
-BUCKET = 64  # packed tokens of a step; the last step of a prompt is padded up to it
+BUCKET = 64  # packed tokens of a step, at most
 
 
 @functools.partial(
@@ -26,10 +26,10 @@ def step(params, token_ids_T, positions_T, kv_pages, batch, *, forward, logits, 
 
 
 class Row:
-    """One sequence on a cache of its own."""
+    """One sequence on a cache of its own. A step's tokens are padded up to one of the sizes."""
 
-    def __init__(self, model, max_tokens, bucket=BUCKET):
-        self.model, self.bucket, self.length = model, bucket, 0
+    def __init__(self, model, max_tokens, sizes=(1, BUCKET)):
+        self.model, self.sizes, self.length = model, sizes, 0
         self.backend = model.config.backend.attention
         pages = -(-max_tokens // PAGE)
         spec = model.config.kv_spec(PAGE, jnp.float32)
@@ -39,13 +39,14 @@ class Row:
 
     def feed(self, ids, chunk=None):
         """float64 logits [len(ids), V] of every position fed, in chunks of at most `chunk`."""
-        rows, chunk = [], chunk or self.bucket
+        rows, chunk = [], chunk or self.sizes[-1]
         for start in range(0, len(ids), chunk):
             rows.append(self._step(ids[start : start + chunk]))
         return np.concatenate(rows)
 
     def _step(self, ids):
-        count, T = len(ids), 1 if len(ids) == 1 else self.bucket
+        count = len(ids)
+        T = next(size for size in self.sizes if size >= count)
         token_ids = np.zeros(T, np.int32)
         token_ids[:count] = ids
         positions = np.zeros(T, np.int32)

@@ -31,7 +31,7 @@ def load(path, **options):
 
 
 def logits(model):
-    return Row(model, 16, bucket=8).feed(IDS)
+    return Row(model, 16, sizes=(1, 8)).feed(IDS)
 
 
 # ---- what a folder may not bring ----------------------------------------------------------------

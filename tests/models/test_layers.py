@@ -19,7 +19,7 @@ def compare(folder, config, count, layers, *, chunk, decode=0, stacked=False, **
     """Feeds count - decode tokens in chunks and the rest one by one; all logits must agree."""
     tensors, tokens = random_tensors(config), ids(count)
     model = models.load(write_folder(folder, config, tensors), backend=Backend(stacked=stacked))
-    row = Row(model, 528, bucket=chunk)
+    row = Row(model, 528, sizes=(1, chunk))
     got = [row.feed(tokens[: count - decode])] + [row.feed([t]) for t in tokens[count - decode :]]
     want = logits(
         tensors,

@@ -39,10 +39,14 @@ def test_spread_and_gather_are_inverse(shape):
     heads = tpu.choose_set(shape.H, shape.J, shape.E, 1)
     _, _, lanes, offset, _ = tpu.set_windows(shape.J, shape.E, heads)
     q = np.random.default_rng(0).standard_normal((3, 2, shape.H, shape.E), np.float32)
-    spread = tpu.spread_queries(jnp.asarray(q), shape.J, heads, lanes, offset)
-    noise = jnp.where(spread == 0, jnp.nan, spread)
-    back = tpu.gather_values(noise, 2, heads, offset, shape.E)
-    np.testing.assert_array_equal(np.asarray(back), q)
+
+    @jax.jit
+    def there_and_back(q):
+        spread = tpu.spread_queries(q, shape.J, heads, lanes, offset)
+        noise = jnp.where(spread == 0, jnp.nan, spread)
+        return tpu.gather_values(noise, 2, heads, offset, shape.E)
+
+    np.testing.assert_array_equal(np.asarray(there_and_back(q)), q)
 
 
 @by_name

@@ -6,19 +6,14 @@ size with all batches, their lengths and windows scaled down, in all dtypes; tha
 
 import dataclasses
 import functools
-import itertools
-import operator
 
 import attention_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import (
-    interpret_pallas_call,
-    race_detection_state,
-    vector_clock,
-)
+import races
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention import kv, reference, shapes, tpu
@@ -30,30 +25,33 @@ ROWS = shapes.BatchShape("rows", ((1, 33), (1, 300), (20, 47), (0, 0)), pad_rows
 # Blocks of 256 in spans of 128: from buffer 1 a pair, in a chunk's tiles one each.
 LONG_ROWS = shapes.BatchShape("long rows", ((1, 200), (1, 1100), (20, 1000)))
 PAIRS = {"block_tokens": 256, "span_tokens": 128, "turn_blocks": 2}
+CLOCKS = 64  # of copies under way: two that share one pass for ordered
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+races.watch()
 
 
-def ordered(x, y):
-    """vector_clock.ordered without its eight numpy calls: a test compares millions of clocks."""
-    x, y = x.tolist(), y.tolist()
-    return x != y and (all(map(operator.le, x, y)) or all(map(operator.le, y, x)))
+@pytest.mark.parametrize("early", [False, True])
+def test_a_buffer_read_before_its_copy_came_is_a_race(early):
+    def kernel(source, out, buffer, sem):
+        copy = pltpu.make_async_copy(source, buffer, sem)
+        copy.start()
+        if not early:
+            copy.wait()
+        out[...] = buffer[...]
+        if early:
+            copy.wait()
 
-
-def races(**settings):
-    """The state of one kernel's races, which the interpreter forgets when the next one starts."""
-    KERNELS.append(race_detection_state.RaceDetectionState(**settings))
-    return KERNELS[-1]
-
-
-KERNELS = []
-interpret_pallas_call.RaceDetectionState = races
-ORDERED, vector_clock.ordered = vector_clock.ordered, ordered
-
-
-def test_clocks_compare_as_the_interpreters_own():
-    clocks = [np.array(clock, np.int32) for clock in itertools.product(range(3), repeat=3)]
-    for x, y in itertools.product(clocks, clocks):
-        assert ordered(x, y) == ORDERED(x, y)
+    array = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=array,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM(array.shape, array.dtype), pltpu.SemaphoreType.DMA],
+        interpret=pltpu.InterpretParams(detect_races=True),
+    )
+    races.KERNELS.clear()
+    jax.block_until_ready(jax.jit(call)(jnp.zeros(array.shape, array.dtype)))
+    assert [kernel.races_found for kernel in races.KERNELS] == [early]
 
 
 def interpreter(shape, *, block_tokens=128, span_tokens=None, turn_blocks=1):
@@ -61,11 +59,14 @@ def interpreter(shape, *, block_tokens=128, span_tokens=None, turn_blocks=1):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(q, k, v, pages, batch, sinks):
+        # Scales of a page that comes group by group come with each group, the same every time.
+        clocks = CLOCKS if pages.scale is None else None
         return tpu.ragged_paged_attention(
             q, k, v, pages, batch,
             layer=1, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap, sinks=sinks,
             block_tokens=block_tokens, span_tokens=span_tokens, turn_blocks=turn_blocks,
-            tile_tokens=16, interpret=pltpu.InterpretParams(detect_races=True),
+            tile_tokens=16,
+            interpret=pltpu.InterpretParams(detect_races=True, vector_clock_size=clocks),
         )  # fmt: skip
 
     return run
@@ -73,12 +74,12 @@ def interpreter(shape, *, block_tokens=128, span_tokens=None, turn_blocks=1):
 
 def interpret(case, shape, page_dtype=None, dtype=jnp.float32, run=None, **sizes):
     """-> (out, pages in the plain layout), of kernels without races."""
-    KERNELS.clear()
+    races.KERNELS.clear()
     run = run or interpreter(shape, **sizes)
     out, pages = run(*shapes.place(case, "interpret", dtype, page_dtype))
     out = np.asarray(out)
-    assert len(KERNELS) == 1 + (case.num_rows > case.num_decode)
-    assert not any(kernel.races_found for kernel in KERNELS)
+    found = [kernel.races_found for kernel in races.KERNELS]
+    assert found == [False] * (1 + (case.num_rows > case.num_decode))
     return out, kv.from_layout(pages, "interpret", shape.J, shape.E)
 
 
