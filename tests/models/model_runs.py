@@ -47,7 +47,7 @@ class Row:
     def _step(self, ids):
         count = len(ids)
         T = next(size for size in self.sizes if size >= count)
-        token_ids = np.zeros(T, np.int32)
+        token_ids = np.full(T, -1, np.int32)  # padding
         token_ids[:count] = ids
         positions = np.zeros(T, np.int32)
         positions[:count] = np.arange(self.length, self.length + count)

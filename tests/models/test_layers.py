@@ -1,5 +1,6 @@
 """Blocks against a dense float64 oracle, and how run_layers cuts a model into scans."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_oracle import inverse_frequencies, logits
@@ -43,6 +44,23 @@ def test_heads_wider_than_the_hidden_size(tmp_path):
     assert model.params["layers"][0]["q"].shape == (128, 48)
     assert model.params["layers"][0]["o"].shape == (48, 128)
     assert model.config.kv_spec(16, np.float32).head_dim == 32
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA3])
+def test_padding_is_zeros_to_the_end(tmp_path, config):
+    """Native matmuls pass over it. The last token's embedding, which -1 would pick, is not used."""
+    model = models.load(write_folder(tmp_path, config, random_tensors(config)), backend=Backend())
+    token_ids = jnp.asarray([5, 63, 7, -1, -1], jnp.int32)
+
+    def attend(q_THE, k_TJE, v_TJE, kv_pages, **_):
+        real_T = jnp.arange(5, dtype=jnp.int32) < 3
+        return jnp.where(real_T[:, None, None], q_THE, 0), kv_pages
+
+    positions = jnp.arange(5, dtype=jnp.int32)
+    hidden_TD, _ = model.family.forward(
+        model.params, model.config, token_ids, positions, None, attend
+    )
+    np.testing.assert_array_equal(np.asarray(hidden_TD != 0).any(axis=1), [1, 1, 1, 0, 0])
 
 
 @pytest.mark.parametrize("spelling", ["top", "in rope_parameters"])
