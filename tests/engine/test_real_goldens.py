@@ -39,8 +39,17 @@ def load(name, weight_dtype, token_budget) -> LLM:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("weight_dtype", ["float32", "auto"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "weight_dtype"),
+    [
+        *((name, "auto") for name in MODELS),
+        ("smollm2-135m", "float32"),
+        ("gemma3-270m", "float32"),
+        # Two gigabytes. auto reads the same file, and the tiny Qwens of test_tiny_goldens.py are
+        # float32.
+        pytest.param("qwen2.5-coder-0.5b", "float32", marks=pytest.mark.whole),
+    ],
+)
 def test_tokens_and_logprobs(name, weight_dtype):
     """auto may choose any form of weights that keeps to the tolerance. In small steps, so that
     prompts go in many chunks."""

@@ -74,7 +74,7 @@ def test_logits_and_greedy_tokens(name, prompt, request, loaded):
 def test_scanned_layers_agree_with_unrolled(name, request, loaded):
     folder = folder_of(name, request)
     gold = read_json(folder / "goldens.json")["prompts"]["medium"]
-    logits, ids, _ = run(load(loaded, folder, True), gold, 64)
+    logits, ids, _ = run(load(loaded, folder, True), gold, 64, (BUCKET,))
     unrolled, *_ = run(load(loaded, folder, False), gold, 64)
     np.testing.assert_allclose(logits, unrolled, atol=2e-4, rtol=0)
     assert ids == gold["greedy_ids"]
