@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.engine.state import SETTINGS, ChoiceInputs, ReadingInputs, StepInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.api import RaggedBatch
-from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.plan import PADDING, StepPlan
 from jaxserve.types import POOLINGS, Sequence
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd (golden ratio): choices of a request get distinct seeds
@@ -77,8 +77,9 @@ def pack(
     """
     num_S, num_T = min(num_slots, bucket_T), plan.num_tokens
     q_len = np.diff(plan.cu_q_len_S1)
-    token_ids_T = np.zeros(bucket_T, np.int32)
+    token_ids_T = np.full(bucket_T, PADDING, np.int32)
     token_ids_T[:num_T] = plan.token_ids_T
+    token_ids_T[num_T : plan.size] = 0  # idle rows: computed, for nothing
     positions_T = np.zeros(bucket_T, np.int32)
     positions_T[:num_T] = np.arange(num_T, dtype=np.int32) + np.repeat(
         plan.start_S - plan.cu_q_len_S1[:-1], q_len

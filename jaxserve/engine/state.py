@@ -134,7 +134,7 @@ class ReadingInputs:
 class StepInputs:
     """One step of one bucket: T tokens, S rows. int32 unless said."""
 
-    token_ids_T: Any  # ON_DEVICE (-1) reads last_token_N of the token's slot; padding holds 0
+    token_ids_T: Any  # ON_DEVICE reads last_token_N of the token's slot; PADDING is zeros
     positions_T: Any
     slot_T: Any  # slot of each token; padding holds 0
     slot_S: Any  # slot of each row; padding rows hold N, which scatters drop

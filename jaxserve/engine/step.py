@@ -28,6 +28,7 @@ from jaxserve.engine.state import (
 )
 from jaxserve.pallas_kernels.best_token.api import best_token, masked
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
+from jaxserve.scheduler.plan import ON_DEVICE, PADDING
 from jaxserve.types import MAX_LOGPROBS, POOLINGS
 
 _SCORE_BLOCK = 16  # prompt tokens scored at a time: bounds the [block, V] logits in memory
@@ -138,10 +139,8 @@ def _shape_and_sample(state, logits_SV, sampling, inputs, allowed_SW, spec):
 
 def _forward(params, state, inputs, spec):
     """(state with the new K and V, hidden states [T, D])."""
-    token_ids_T = jnp.where(
-        inputs.token_ids_T < 0, state.last_token_N[inputs.slot_T], inputs.token_ids_T
-    )
-    token_ids_T = jnp.where(_is_real(inputs), token_ids_T, -1)
+    on_device_T = inputs.token_ids_T == ON_DEVICE
+    token_ids_T = jnp.where(on_device_T, state.last_token_N[inputs.slot_T], inputs.token_ids_T)
 
     def attend(q_THE, k_TJE, v_TJE, kv_pages, **options):
         backend = spec.attention_backend
@@ -163,9 +162,13 @@ def _is_real(inputs) -> jax.Array:
 
 def _logits(params, hidden_TD, inputs, spec):
     """float32 [S, V] at the last token of each row that samples. Of others the input is zero, which
-    costs native matmuls nothing behind those that sample."""
+    costs native matmuls nothing behind those that sample; but a static batch's idle rows cost what
+    they always do."""
+    num_idle = (inputs.token_ids_T != PADDING).sum() - inputs.batch.cu_q_len_S1[-1]
+    row_S = jnp.arange(inputs.samples_S.shape[0], dtype=jnp.int32) - inputs.batch.num_rows
+    computed_S = inputs.samples_S | ((row_S >= 0) & (row_S < num_idle))
     zero = jnp.zeros((), hidden_TD.dtype)
-    hidden_SD = jnp.where(inputs.samples_S[:, None], hidden_TD[inputs.last_T_S], zero)
+    hidden_SD = jnp.where(computed_S[:, None], hidden_TD[inputs.last_T_S], zero)
     logits_SV = spec.family.logits(params, spec.model_config, hidden_SD)
     return logit_transforms.mask_padded_vocabulary(logits_SV, spec.num_tokens)
 

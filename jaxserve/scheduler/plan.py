@@ -14,6 +14,7 @@ from jaxserve.types import Sequence
 
 # Stands for a token that the device has and the host has not read yet: last_token_N of that slot.
 ON_DEVICE = -1
+PADDING = -2  # in a step's arrays, behind a plan's tokens
 
 # How the reason of an admission out of the policy's own order begins.
 BEFORE_LONGER = "admitted before longer ones"
