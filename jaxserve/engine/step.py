@@ -154,12 +154,6 @@ def _forward(params, state, inputs, spec):
     return state.replace(kv_pages=kv_pages), hidden_TD
 
 
-def _is_real(inputs) -> jax.Array:
-    """bool [T]: not padding."""
-    tokens_T = jnp.arange(inputs.token_ids_T.shape[0], dtype=jnp.int32)
-    return tokens_T < inputs.batch.cu_q_len_S1[-1]
-
-
 def _logits(params, hidden_TD, inputs, spec):
     """float32 [S, V] at the last token of each row that samples. Of others the input is zero, which
     costs native matmuls nothing behind those that sample; but a static batch's idle rows cost what
@@ -198,7 +192,8 @@ def _pool(sums_ND, inputs, hidden_TD):
     begins_S = averaged_S & (end_S == cu_q_len_S1[1:] - cu_q_len_S1[:-1])
     sums_ND = sums_ND.at[jnp.where(begins_S, inputs.slot_S, num_slots)].set(0.0, mode="drop")
     averaged_N = jnp.zeros((num_slots,), bool).at[inputs.slot_S].set(averaged_S, mode="drop")
-    into_T = jnp.where(_is_real(inputs) & averaged_N[inputs.slot_T], inputs.slot_T, num_slots)
+    real_T = jnp.arange(hidden_TD.shape[0], dtype=jnp.int32) < cu_q_len_S1[-1]
+    into_T = jnp.where(real_T & averaged_N[inputs.slot_T], inputs.slot_T, num_slots)
     hidden_TD = hidden_TD.astype(jnp.float32)
     sums_ND = sums_ND.at[into_T].add(hidden_TD, mode="drop")
     mean_SD = sums_ND[inputs.slot_S] / jnp.maximum(end_S, 1)[:, None].astype(jnp.float32)

@@ -13,7 +13,7 @@ bit, and not on the other rows; nor on their number, but for one exception: on a
 quantised weights meet three rows of float32 or more on its tile unit. Accuracy, relative to the
 largest element of a row of y: some 1e-7 (products and sums in float32, or integers of 30 bits), on
 the tile unit 1e-6 in the mean and 2e-5 at most (16 bits of weights and activations, sums in
-float32). Where the processor multiplies bfloat16, so is x that comes in it, twice as fast or more:
+float32). Where the processor multiplies bfloat16, so is x that comes in it, about twice as fast:
 on the tile unit by weights rounded to bfloat16, good to 8 bits, by AVX-512 by codes as they are, as
 good as float32. There bits never depend on the number of rows.
 """

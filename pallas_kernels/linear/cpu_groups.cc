@@ -53,10 +53,10 @@ JAXSERVE_INLINE void StoreBytes(const int32_t* values, int8_t* to, int64_t plane
   }
 }
 
-// Rounds one block of a row to kFine bytes. Blocks below 2^-80 are zero; those of 2^114 and more, infinite or NaN make
-// their row's outputs NaN (beyond those bounds the products would leave float32's range).
+// Rounds one block of a row to kFine bytes. Blocks below 2^-80 are zero; those of 2^114 and more, infinite or
+// NaN make their row's outputs NaN (beyond those bounds the products would leave float32's range).
 JAXSERVE_INLINE void RoundFinely(const float* x, const RoundJob& job, int64_t tile, int64_t block,
-                                int64_t row) {
+                                 int64_t row) {
   const Rounded& to = job.to;
   int exponent = PeakBits(x) >> 23;
   bool zero = exponent < kLeastExponent, bad = exponent > kMostExponent;

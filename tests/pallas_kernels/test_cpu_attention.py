@@ -237,12 +237,17 @@ def test_instruction_sets_agree_to_the_bit():
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 512])
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_units_agree_to_the_bit_over_int8(head_dim, group):
-    """Sums of codes are exact on the tile unit and on vector units; the rest is one code."""
+    """Sums of codes are exact on the tile unit and on vector units; the rest is one code. With one
+    unit here: heads of sizes that vectors do not divide are right."""
     shape = shapes.HeadShape("odd", 2 * group, 2, head_dim)
     rows = BatchShape("rows", ((1, 1), (1, 650), (7, 7), (64, 128)))
     case = shapes.make_case(shape, rows, page_size=16, seed=10)
-    units = native.isas()[3:]
-    results = [np.asarray(run(case, shape, jnp.bfloat16, "int8", isa)[0]) for isa in units]
+    results = []
+    for isa in native.isas()[3:]:
+        out, want, held = run_beside_oracle(case, shape, jnp.bfloat16, "int8", isa)
+        largest = np.nanmax(np.abs(held[:, :, :, 1]))
+        np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-7 * largest)
+        results.append(out)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
