@@ -13,7 +13,6 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kStepsInPeak = 29;  // bits: a block's largest value is 2^29 to 2^30 steps
-constexpr int kLeastExponent = 47, kMostExponent = 240;  // biased, of a block's largest value
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in cache while panels pass: half an L2
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
 constexpr int64_t kTilesFromRows = 3;     // fewer rows wait for memory, whatever multiplies them
@@ -26,11 +25,6 @@ struct RoundJob {
   Rounded to;
 };
 
-JAXSERVE_INLINE float FromBits(int32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 JAXSERVE_INLINE float PowerOfTwo(int biased_exponent) { return FromBits(biased_exponent << 23); }
 
 // A block's largest magnitude, by its bits; from 0x7f800000 on where one is infinite or NaN.
@@ -53,8 +47,7 @@ JAXSERVE_INLINE void StoreBytes(const int32_t* values, int8_t* to, int64_t plane
   }
 }
 
-// Rounds one block of a row to kFine bytes. Blocks below 2^-80 are zero; those of 2^114 and more, infinite or
-// NaN make their row's outputs NaN (beyond those bounds the products would leave float32's range).
+// Rounds one block of a row to kFine bytes.
 JAXSERVE_INLINE void RoundFinely(const float* x, const RoundJob& job, int64_t tile, int64_t block,
                                  int64_t row) {
   const Rounded& to = job.to;
@@ -86,32 +79,27 @@ JAXSERVE_INLINE void RoundFinely(const float* x, const RoundJob& job, int64_t ti
   }
 }
 
-// Rounds one block of a row to bytes; the same bounds. What offsets meet is the sum of x itself.
+// Rounds one block of a row to bytes. What offsets meet is the sum of x itself.
 JAXSERVE_INLINE void RoundToBytes(const float* x, const RoundJob& job, int64_t tile, int64_t block,
                                   int64_t row) {
-  constexpr float kMost = 127;
   constexpr int kHalf = kBlock / 2;
   const Rounded& to = job.to;
-  const int32_t bits = PeakBits(x);
-  const bool zero = bits >> 23 < kLeastExponent, bad = bits >> 23 > kMostExponent;
-  const float peak = FromBits(bits), inverse = zero || bad ? 0.0f : kMost / peak;
+  const Scale scale = ScaleOf(PeakBits(x));
   const int64_t first = to.At(tile, block);
-  to.step[first + row] = zero ? 0.0f : bad ? std::nanf("") : peak / kMost;
-  float sums[2], rounded[2];
+  to.step[first + row] = scale.step;
+  Lanes v[2], q[2];
   for (int half = 0; half < 2; ++half) {
-    const Lanes v = LoadLanes(x + half * kHalf);
-    const Lanes q = inverse > 0 ? Round(v * inverse) : Fill(0.0f);
+    v[half] = LoadLanes(x + half * kHalf);
+    q[half] = scale.inverse > 0 ? Round(v[half] * scale.inverse) : Fill(0.0f);
     int8_t codes __attribute__((vector_size(kHalf)));
-    codes = __builtin_convertvector(__builtin_convertvector(q, IntLanes), decltype(codes));
+    codes = __builtin_convertvector(__builtin_convertvector(q[half], IntLanes), decltype(codes));
     std::memcpy(to.Planes(tile, block) + row * kBlock + half * kHalf, &codes, sizeof(codes));
-    sums[half] = SumOf(v);
-    rounded[half] = SumOf(q);  // exact
   }
   for (int part = 0; part < to.parts; ++part) {
     const int64_t at = first * to.parts + part * to.rows + row;
     const bool whole = to.parts == 1;
-    to.sum[at] = whole ? sums[0] + sums[1] : sums[part];
-    const float all = whole ? rounded[0] + rounded[1] : rounded[part];
+    to.sum[at] = SumOf(whole ? v[0] + v[1] : v[part]);
+    const float all = SumOf(whole ? q[0] + q[1] : q[part]);  // exact
     to.start[at + first * to.parts + part * to.rows] = -job.zero * static_cast<int32_t>(all);
   }
 }
@@ -317,9 +305,7 @@ void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const Input
                    Isa isa) {
   const Weight& w = *parts[0].w;
   int64_t tiles = CeilDiv(w.T, kMaxRows), rows = CeilDiv(w.T, tiles);
-  // AVX-512 multiplies unsigned codes: signed ones are read as code + 128.
-  int zero = w.bits == 8 ? 128 : w.zero;
-  RoundJob job{input.x, input.bfloat16, w.T, w.D, zero,
+  RoundJob job{input.x, input.bfloat16, w.T, w.D, w.zero_point(),
                Rounded(memory, tiles, rows, w.blocks(), w.parts, input.bytes)};
   auto round = Entry<RoundOp>::For(isa);
   int64_t cuts = tiles < NumThreads() ? std::min<int64_t>(NumThreads(), w.T) : 1;
@@ -482,6 +468,10 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
   }
   if (bytes > 1 && amx && T >= kTilesFromRows) {  // by all rows: a step's padding must not choose
     MultiplyTiles(products.data(), products.size(), static_cast<const float*>(x.untyped_data()));
+    return ffi::Error::Success();
+  }
+  if (bytes == 1 && ChooseIsa(isa) >= Isa::kAvx512) {
+    MultiplyInt8(products.data(), products.size(), x.untyped_data(), bfloat16);
     return ffi::Error::Success();
   }
 #endif

@@ -1,7 +1,7 @@
 // linear with group-quantised weights: what its kernels share.
 //
 // Weights are 4- or 8-bit codes in groups of 32 (or 16) inputs, value = (code - zero) * scale + offset.
-// There are three ways through:
+// There are four ways through:
 //
 // - Bytes (cpu_groups.cc, cpu_groups_avx512.cc). Reads each code once and is the fastest for a row or
 //   two, where memory is the limit. The activations are rounded to integers of 30 bits and a sign, in
@@ -16,8 +16,12 @@
 //   in float32 multiply-adds. Integers are exact in any order and a power of two rounds nothing, so
 //   only the order of the groups counts: it is the same in every tile and instruction set, hence so
 //   are the bits (the plain path, without fused multiply-add, differs from the others in the last ones).
-//   Where int8 inputs are asked for, an activation is one such byte, in steps of a 127th of its block's
-//   largest, and the sum over a group is that of one product of bytes in place of four.
+
+// - One byte (cpu_groups.cc; on AVX-512 cpu_groups_int8.cc), where int8 inputs are asked for: an activation is
+//   a byte, in steps of a 127th of its block's largest, and the sum over a group is that of one product of
+//   bytes in place of four. AVX-512 multiplies 12 rows at a time, each quad of codes by all of them in turn:
+//   94 % of what its products and multiply-adds take where nothing else does (a group of 32 is 8 products of
+//   bytes, 2 of floats and one for an offset, one of them a cycle on Zen 4).
 //
 // - Tiles (cpu_groups_amx.cc), where the processor has AMX and there are three rows or more. Weights
 //   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
@@ -57,6 +61,8 @@ struct Weight {
   const void* plus;  // [T, F] as y, which is added to y, or null
   bool bfloat16;     // its product alone and plus are that, else float32
 
+  // What codes are above when they are read as unsigned, as AVX-512 multiplies them: 8-bit ones plus 128.
+  int zero_point() const { return bits == 8 ? 128 : zero; }
   int64_t blocks() const { return D / kBlock; }
   int64_t block_bytes() const { return kBlock * kPanel * bits / 8; }
   int64_t scale_bytes() const { return kPanel * (half ? 2 : 4); }
@@ -102,6 +108,29 @@ struct Rounded {
   }
 };
 
+JAXSERVE_INLINE float FromBits(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Blocks below 2^-80 are rounded to zero; those of 2^114 and more, infinite or NaN make their row's outputs NaN
+// (beyond those bounds the products would leave float32's range).
+constexpr int kLeastExponent = 47, kMostExponent = 240;  // biased, of a block's largest value
+
+// What rounds a block to bytes, by the bits of its largest magnitude: a step is a 127th of that.
+struct Scale {
+  float step, inverse;  // inverse: 0 out of bounds
+};
+JAXSERVE_INLINE Scale ScaleOf(int32_t peak_bits) {
+  constexpr float kMost = 127;
+  const int exponent = peak_bits >> 23;
+  if (exponent < kLeastExponent) return {0, 0};
+  if (exponent > kMostExponent) return {std::nanf(""), 0};
+  const float peak = FromBits(peak_bits);
+  return {peak / kMost, kMost / peak};
+}
+
 // A rectangle of the output: tiles of rows times panels of features.
 struct Region {
   int64_t tile0, tile1, panel0, panel1;
@@ -127,6 +156,8 @@ struct Product {
 void MultiplyTiles(const Product* products, int64_t count, const float* x);
 void MultiplyBfloat16Tiles(const Product* products, int64_t count, const void* x);
 void MultiplyBfloat16Pairs(const Product* products, int64_t count, const void* x);
+// int8 inputs on AVX-512; x as it comes.
+void MultiplyInt8(const Product* products, int64_t count, const void* x, bool bfloat16);
 
 // act(gate) * up: both activations are gate times the sigmoid of something (gelu's tanh form:
 // Hendrycks and Gimpel, arXiv:1606.08415).

@@ -12,11 +12,6 @@ JAXSERVE_AVX512 inline __m512 Floats(const Weight& w, const uint8_t* at) {
   return _mm512_loadu_ps(at);
 }
 
-constexpr int kAhead = 4096;  // bytes of codes
-JAXSERVE_AVX512 inline void Prefetch(const uint8_t* at) {
-  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-}
-
 // The int32 at `at` in all lanes: four bytes of x for every feature.
 JAXSERVE_AVX512 inline __m512i Broadcast(const int8_t* at) {
   int32_t four;
@@ -42,17 +37,15 @@ JAXSERVE_AVX512 inline void UnsignedCodes(const uint8_t* at, __m512i* quads) {
   }
 }
 
-// Sums of products of bytes: 65536 * float(H) + float(L) of kFine bytes, or that of one.
-template <int kBytes>
+// 65536 * float(H) + float(L) of the four sums of products of bytes.
 JAXSERVE_AVX512 inline __m512 Joined(const __m512i* sums) {
-  if constexpr (kBytes == 1) return _mm512_cvtepi32_ps(sums[0]);
   __m512 high = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]));
   __m512 low = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[2], 8), sums[3]));
   return _mm512_fmadd_ps(high, _mm512_set1_ps(65536.0f), low);
 }
 
 // kRows rows of a tile, from row r0, times one panel.
-template <int kRows, int kBytes, int kBits, int kParts, bool kOffset>
+template <int kRows, int kBits, int kParts, bool kOffset>
 JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, void* y, int64_t tile,
                                      int64_t r0, int64_t panel) {
   constexpr int kQuads = 8 / kParts;
@@ -63,12 +56,7 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, void* y,
   __m512 total[kRows];
   for (auto& t : total) t = _mm512_setzero_ps();
   for (int64_t b = 0; b < x.blocks; ++b, codes += kBits * 64) {
-    // One line of each block leads the processor on; of one byte, all of them and the scales are faster.
-    constexpr int kLines = kBytes == 1 ? kBits : 1;
-#pragma GCC unroll 8
-    for (int i = 0; i < kLines; ++i) Prefetch(codes + kAhead + i * 64);
-    if constexpr (kBytes == 1) Prefetch(scale + kAhead / 8);
-    if constexpr (kBytes == 1 && kOffset) Prefetch(offset + kAhead / 8);
+    _mm_prefetch(reinterpret_cast<const char*>(codes + 4096), _MM_HINT_T0);
     __m512i quads[8];
     UnsignedCodes<kBits>(codes, quads);
     int64_t at = x.At(tile, b);
@@ -80,18 +68,18 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, void* y,
       const int32_t* start = x.start + 2 * (at * kParts + part * x.rows) + r0;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        __m512i sums[kBytes] = {};
-        sums[kBytes == 1 ? 0 : 1] = _mm512_set1_epi32(start[r]);
-        if constexpr (kBytes > 1) sums[3] = _mm512_set1_epi32(start[x.rows + r]);
+        __m512i sums[kFine] = {};
+        sums[1] = _mm512_set1_epi32(start[r]);
+        sums[3] = _mm512_set1_epi32(start[x.rows + r]);
         const int8_t* row = bytes + r * kBlock;
 #pragma GCC unroll 8
         for (int q = part * kQuads; q < (part + 1) * kQuads; ++q) {
 #pragma GCC unroll 4
-          for (int i = 0; i < kBytes; ++i) {
+          for (int i = 0; i < kFine; ++i) {
             sums[i] = _mm512_dpbusd_epi32(sums[i], quads[q], Broadcast(row + i * plane + q * 4));
           }
         }
-        const __m512 sum = _mm512_mul_ps(Joined<kBytes>(sums), _mm512_set1_ps(x.step[at + r0 + r]));
+        const __m512 sum = _mm512_mul_ps(Joined(sums), _mm512_set1_ps(x.step[at + r0 + r]));
         total[r] = _mm512_fmadd_ps(sum, ws, total[r]);
       }
       if constexpr (kOffset) {
@@ -110,37 +98,27 @@ JAXSERVE_AVX512 inline void VnniRows(const Weight& w, const Rounded& x, void* y,
   }
 }
 
-template <int kBytes, int kBits, int kParts, bool kOffset>
+template <int kBits, int kParts, bool kOffset>
 JAXSERVE_AVX512 void VnniRegion(const Weight& w, const Rounded& x, void* y, const Region& region) {
-  constexpr int kMost = kBytes == 1 ? 8 : 4;  // rows that share unpacked codes
+  constexpr int kMost = 4;  // rows that share unpacked codes
   for (int64_t panel = region.panel0; panel < region.panel1; ++panel) {
     for (int64_t tile = region.tile0; tile < region.tile1; ++tile) {
       int64_t r = 0;
-      for (; r + kMost <= x.rows; r += kMost) {
-        VnniRows<kMost, kBytes, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
-      }
-      for (; kMost > 4 && r + 4 <= x.rows; r += 4) {
-        VnniRows<4, kBytes, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
-      }
-      for (; r < x.rows; ++r) VnniRows<1, kBytes, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
+      for (; r + kMost <= x.rows; r += kMost) VnniRows<kMost, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
+      for (; r < x.rows; ++r) VnniRows<1, kBits, kParts, kOffset>(w, x, y, tile, r, panel);
     }
   }
 }
 
-template <int kBytes>
 Kernel RegionOf(const Weight& w) {
-  if (w.bits == 4) {  // codes that come in groups of 32 only
-    return w.offset ? VnniRegion<kBytes, 4, 1, true> : VnniRegion<kBytes, 4, 1, false>;
-  }
-  if (w.parts == 1) return w.offset ? VnniRegion<kBytes, 8, 1, true> : VnniRegion<kBytes, 8, 1, false>;
-  return w.offset ? VnniRegion<kBytes, 8, 2, true> : VnniRegion<kBytes, 8, 2, false>;
+  if (w.bits == 4) return w.offset ? VnniRegion<4, 1, true> : VnniRegion<4, 1, false>;  // in groups of 32 only
+  if (w.parts == 1) return w.offset ? VnniRegion<8, 1, true> : VnniRegion<8, 1, false>;
+  return w.offset ? VnniRegion<8, 2, true> : VnniRegion<8, 2, false>;
 }
 
 }  // namespace
 
-void Avx512(const Weight& w, const Rounded& x, void* y, const Region& region) {
-  (x.bytes == 1 ? RegionOf<1>(w) : RegionOf<kFine>(w))(w, x, y, region);
-}
+void Avx512(const Weight& w, const Rounded& x, void* y, const Region& region) { RegionOf(w)(w, x, y, region); }
 
 }  // namespace jaxserve::groups
 

@@ -15,7 +15,7 @@ constexpr int64_t kReuseBytes = 1 << 20;  // of x, or of weights, that stays in 
 // lines behind it out of their writer's cache over and over (which made it three times slower).
 constexpr size_t kGap = 16384;
 
-JAXSERVE_AVX512_BF16 inline __m512 Floats(const Weight& w, const uint8_t* at) {
+JAXSERVE_AVX512 inline __m512 Floats(const Weight& w, const uint8_t* at) {
   if (w.half) return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
   return _mm512_loadu_ps(at);
 }
@@ -39,7 +39,7 @@ inline int64_t PairsOf(const Product& product) {
 }
 
 // act(gate) * up to the bits that bfloat16 keeps; see Gate.
-JAXSERVE_AVX512_BF16 inline __m512 ShortGate(Activation activation, __m512 gate, __m512 up) {
+JAXSERVE_AVX512 inline __m512 ShortGate(Activation activation, __m512 gate, __m512 up) {
   __m512 x = gate;
   if (activation == Activation::kGeluTanh) {
     const __m512 square = _mm512_mul_ps(gate, gate);
@@ -49,13 +49,13 @@ JAXSERVE_AVX512_BF16 inline __m512 ShortGate(Activation activation, __m512 gate,
   return _mm512_mul_ps(_mm512_mul_ps(gate, up), _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.0f))));
 }
 
-JAXSERVE_AVX512_BF16 inline __m512 Widened(const BFloat16* at, __mmask16 some) {
+JAXSERVE_AVX512 inline __m512 Widened(const BFloat16* at, __mmask16 some) {
   const __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, at));
   return _mm512_castsi512_ps(_mm512_slli_epi32(half, 16));
 }
 
 // Stores one panel of one row of y [T, F], cut at F, with what is to be added.
-JAXSERVE_AVX512_BF16 inline void StoreResult(const Product& product, int64_t row, int64_t panel, __m512 value) {
+JAXSERVE_AVX512 inline void StoreResult(const Product& product, int64_t row, int64_t panel, __m512 value) {
   const int64_t at = row * product.w.F + panel * kPanel;
   const int64_t n = std::min<int64_t>(product.w.F - panel * kPanel, kPanel);
   const auto some = static_cast<__mmask16>((1u << n) - 1);
@@ -66,12 +66,14 @@ JAXSERVE_AVX512_BF16 inline void StoreResult(const Product& product, int64_t row
   }
   const auto* plus = static_cast<const BFloat16*>(product.w.plus);
   if (plus != nullptr) value = _mm512_add_ps(Widened(plus + at, some), value);
-  _mm256_mask_storeu_epi16(reinterpret_cast<BFloat16*>(product.y) + at, some,
-                           (__m256i)_mm512_cvtneps_pbh(value));
+  BFloat16 narrow[kPanel];
+  Narrow((Lanes)value, narrow);
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(narrow));
+  _mm256_mask_storeu_epi16(reinterpret_cast<BFloat16*>(product.y) + at, some, half);
 }
 
 // A pair's sums in one row to y.
-JAXSERVE_AVX512_BF16 inline void FinishPair(const Product& product, const Pair& pair, int64_t row, __m512 first,
+JAXSERVE_AVX512 inline void FinishPair(const Product& product, const Pair& pair, int64_t row, __m512 first,
                                     __m512 second) {
   if (!product.gated) {
     StoreResult(product, row, pair.panel[0], first);

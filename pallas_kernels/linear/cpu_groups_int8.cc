@@ -1,0 +1,306 @@
+// linear with group-quantised weights, int8 inputs: AVX-512's rounding and its kernel. See cpu_groups.h.
+
+#include <utility>
+#include <vector>
+
+#include "cpu_groups_short.h"
+
+#if JAXSERVE_X86
+
+namespace jaxserve::groups {
+namespace {
+
+constexpr int kMostRows = 12;              // of a tile: as many sums as registers hold
+constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
+
+// ---- rounding ----------------------------------------------------------------------------------
+
+// What activations are rounded for: sums depend on the weights that they meet.
+struct Form {
+  int zero, parts;
+  bool offsets;
+};
+
+struct RoundJob {
+  const void* x;  // [T, D]
+  bool bfloat16;  // or float32
+  int64_t T, D;
+  Form form;
+  Rounded to;
+};
+
+constexpr int kLanes = 16;
+
+// Lane i: `join` over all lanes of v[i], halves first, then quarters and so on, as SumOf adds.
+template <typename Join>
+JAXSERVE_AVX512 JAXSERVE_INLINE __m512i Across(const __m512i (&v)[kLanes], const Join& join) {
+  __m512i eighths[8], quarters[4], pairs[2];
+  for (int i = 0; i < 8; ++i) {  // of vectors i and i + 8
+    eighths[i] = join(_mm512_shuffle_i64x2(v[i], v[i + 8], 0x44), _mm512_shuffle_i64x2(v[i], v[i + 8], 0xee));
+  }
+  for (int i = 0; i < 4; ++i) {  // vectors i, i + 4, i + 8 and i + 12, a quarter of the lanes each
+    quarters[i] = join(_mm512_shuffle_i64x2(eighths[i], eighths[i + 4], 0x88),
+                       _mm512_shuffle_i64x2(eighths[i], eighths[i + 4], 0xdd));
+  }
+  for (int i = 0; i < 2; ++i) {
+    pairs[i] = join(_mm512_unpacklo_epi64(quarters[i], quarters[i + 2]),
+                    _mm512_unpackhi_epi64(quarters[i], quarters[i + 2]));
+  }
+  const __m512 first = _mm512_castsi512_ps(pairs[0]), second = _mm512_castsi512_ps(pairs[1]);
+  const __m512i joined = join(_mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88)),
+                              _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd)));
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return _mm512_permutexvar_epi32(order, joined);
+}
+// 16 numbers as floats.
+JAXSERVE_AVX512 inline __m512 Read(const float* at) { return _mm512_loadu_ps(at); }
+JAXSERVE_AVX512 inline __m512 Read(const BFloat16* at) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+// A step, and what brings a row's numbers to such steps, for the largest magnitudes `bits` of 16 rows: see ScaleOf.
+struct Steps {
+  __m512 step, inverse;
+};
+JAXSERVE_AVX512 inline Steps StepsOf(__m512i bits) {
+  const __m512i exponent = _mm512_srli_epi32(bits, 23);
+  const __mmask16 some = _mm512_cmpge_epi32_mask(exponent, _mm512_set1_epi32(kLeastExponent));
+  const __mmask16 bad = _mm512_cmpgt_epi32_mask(exponent, _mm512_set1_epi32(kMostExponent));
+  const __m512 peak = _mm512_castsi512_ps(bits), most = _mm512_set1_ps(127);
+  const __m512 step = _mm512_maskz_div_ps(some, peak, most);
+  return {_mm512_mask_blend_ps(bad, step, _mm512_set1_ps(std::nanf(""))),
+          _mm512_maskz_div_ps(some & ~bad, most, peak)};
+}
+
+// Rounds a block of a tile's rows; see RoundToBytes, whose bits these are. A lane is a row.
+template <typename Number, bool kWhole>
+JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, int64_t tile, int64_t block) {
+  constexpr int kParts = kWhole ? 1 : 2;
+  const Rounded& to = job.to;
+  const int64_t row0 = tile * to.rows, count = std::min(to.rows, job.T - row0), first = to.At(tile, block);
+  const auto present = static_cast<__mmask16>((1u << to.rows) - 1);
+  const Number* x = static_cast<const Number*>(job.x) + row0 * job.D + block * kBlock;
+  __m512 v[2][kLanes] = {};
+  __m512i all[kLanes] = {};
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int64_t r = 0; r < count; ++r, x += job.D) {
+    for (int half = 0; half < 2; ++half) v[half][r] = Read(x + half * kLanes);
+    all[r] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(v[0][r]), magnitude),
+                              _mm512_and_si512(_mm512_castps_si512(v[1][r]), magnitude));
+  }
+  const Steps steps = StepsOf(Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 { return _mm512_max_epi32(a, b); }));
+  _mm512_mask_storeu_ps(to.step + first, present, steps.step);
+  for (int part = 0; job.form.offsets && part < kParts; ++part) {
+    for (int64_t r = 0; r < count; ++r) {
+      all[r] = _mm512_castps_si512(kWhole ? _mm512_add_ps(v[0][r], v[1][r]) : v[part][r]);
+    }
+    const __m512i sums = Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 {
+      return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
+    });
+    _mm512_mask_storeu_ps(to.sum + first * kParts + part * to.rows, present, _mm512_castsi512_ps(sums));
+  }
+  alignas(64) float inverse[kLanes];
+  _mm512_store_ps(inverse, steps.inverse);
+  const __m512 shift = _mm512_set1_ps(12582912.0f);
+  __m512i q[kParts][kLanes] = {};
+  int8_t* codes = to.Planes(tile, block);
+  for (int64_t r = 0; r < to.rows; ++r, codes += kBlock) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512 shifted = _mm512_fmadd_ps(v[half][r], _mm512_set1_ps(inverse[r]), shift);  // as Round does
+      const __m512i rounded = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(shift));
+      _mm_store_si128(reinterpret_cast<__m128i*>(codes + half * kLanes), _mm512_cvtepi32_epi8(rounded));
+      __m512i& sum = q[kWhole ? 0 : half][r];
+      sum = _mm512_add_epi32(sum, rounded);
+    }
+  }
+  for (int part = 0; part < kParts; ++part) {
+    __m512i start = _mm512_setzero_si512();
+    if (job.form.zero != 0) {
+      const __m512i sums = Across(q[part], [](__m512i a, __m512i b) JAXSERVE_AVX512 { return _mm512_add_epi32(a, b); });
+      start = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-job.form.zero));
+    }
+    _mm512_mask_storeu_epi32(to.start + 2 * (first * kParts + part * to.rows), present, start);
+  }
+}
+
+// Blocks [begin, end) of a tile.
+void Round(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {
+  const bool whole = job.to.parts == 1;
+  const auto of_short = whole ? RoundBlock<BFloat16, true> : RoundBlock<BFloat16, false>;
+  const auto of_float = whole ? RoundBlock<float, true> : RoundBlock<float, false>;
+  for (int64_t block = begin; block < end; ++block) (job.bfloat16 ? of_short : of_float)(job, tile, block);
+}
+
+// ---- products ----------------------------------------------------------------------------------
+
+JAXSERVE_AVX512 inline void Prefetch(const uint8_t* at) {
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+}
+
+// f(0) to f(n - 1), numbers known to the compiler: it keeps no array in registers whose indices it finds late.
+template <typename F, int... i>
+JAXSERVE_AVX512 JAXSERVE_INLINE void ForEach(std::integer_sequence<int, i...>, const F& f) {
+  (f(std::integral_constant<int, i>()), ...);
+}
+template <int n, typename F>
+JAXSERVE_AVX512 JAXSERVE_INLINE void ForEach(const F& f) {
+  ForEach(std::make_integer_sequence<int, n>(), f);
+}
+
+// sums += four bytes of each of kRows rows times a quad of codes. Written out, as GCC moves sums from register
+// to register around its own intrinsic; it reads what nothing here writes.
+template <int kRows>
+JAXSERVE_AVX512 JAXSERVE_INLINE void AddProducts(__m512i (&sums)[kRows], const int8_t* bytes, __m512i quad) {
+  ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
+    asm("vpdpbusd %c3(%2)%{1to16%}, %1, %0" : "+v"(sums[r]) : "v"(quad), "r"(bytes), "i"(r * kBlock));
+  });
+}
+
+// The same of a part's codes, read as unsigned: signed ones are 128 more.
+template <int kRows, int kBits, int kParts>
+JAXSERVE_AVX512 JAXSERVE_INLINE void AddPart(__m512i (&sums)[kRows], const int8_t* bytes, const uint8_t* codes) {
+  if constexpr (kBits == 8) {
+    for (int q = 0; q < 8 / kParts; ++q) {
+      const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+      AddProducts(sums, bytes + q * 4, _mm512_xor_si512(_mm512_loadu_si512(codes + q * 64), flip));
+    }
+  } else {
+    for (int q = 0; q < 4; ++q) {
+      const __m512i both = _mm512_loadu_si512(codes + q * 64), nibble = _mm512_set1_epi8(15);
+      AddProducts(sums, bytes + q * 4, _mm512_and_si512(both, nibble));
+      AddProducts(sums, bytes + q * 4 + 16, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
+    }
+  }
+}
+
+// A tile of kRows rows times one panel -> totals [kRows][kPanel].
+template <int kRows, int kBits, int kParts, bool kOffset>
+JAXSERVE_AVX512 void MultiplyTile(const Weight& w, const Rounded& x, int64_t tile, int64_t panel, float* totals) {
+  constexpr bool kWaits = kRows < 4;  // for memory
+  constexpr int kAhead = 4096;        // bytes of codes
+  constexpr int kLength = kBlock / kParts;
+  const uint8_t* codes = w.CodesOf(panel);
+  const uint8_t* scale = w.OfPanel(w.scale, panel);
+  const uint8_t* offset = w.OfPanel(w.offset, panel);
+  __m512 total[kRows] = {};
+  for (int64_t b = 0; b < x.blocks; ++b, codes += kBits * 64) {
+    if constexpr (kWaits) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kBits; ++i) Prefetch(codes + kAhead + i * 64);
+      Prefetch(scale + kAhead / 8);
+      if constexpr (kOffset) Prefetch(offset + kAhead / 8);
+    }
+    const int64_t at = x.At(tile, b);
+    const int8_t* bytes = x.Planes(tile, b);
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      const int32_t* start = x.start + 2 * (at * kParts + part * kRows);
+      __m512i sums[kRows];
+      ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) { sums[r] = _mm512_set1_epi32(start[r]); });
+      AddPart<kRows, kBits, kParts>(sums, bytes + part * kLength, codes + part * kLength * kPanel);
+      const __m512 ws = Floats(w, scale);
+      scale += w.scale_bytes();
+      ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
+        const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r]), _mm512_set1_ps(x.step[at + r]));
+        total[r] = _mm512_fmadd_ps(sum, ws, total[r]);
+      });
+      if constexpr (kOffset) {
+        const __m512 wo = Floats(w, offset);
+        offset += w.scale_bytes();
+        const float* sum = x.sum + at * kParts + part * kRows;
+        ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) { total[r] = _mm512_fmadd_ps(wo, _mm512_set1_ps(sum[r]), total[r]); });
+      }
+    }
+  }
+  ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) { _mm512_store_ps(totals + r * kPanel, total[r]); });
+}
+
+using TileKernel = void (*)(const Weight&, const Rounded&, int64_t tile, int64_t panel, float* totals);
+
+template <int kRows>
+TileKernel KernelOf(const Weight& w) {
+  if (w.bits == 4) return w.offset ? MultiplyTile<kRows, 4, 1, true> : MultiplyTile<kRows, 4, 1, false>;
+  if (w.parts == 1) return w.offset ? MultiplyTile<kRows, 8, 1, true> : MultiplyTile<kRows, 8, 1, false>;
+  return w.offset ? MultiplyTile<kRows, 8, 2, true> : MultiplyTile<kRows, 8, 2, false>;
+}
+
+template <int kRows = kMostRows>
+TileKernel KernelOf(const Weight& w, int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return KernelOf<kRows - 1>(w, rows);
+  }
+  return KernelOf<kRows>(w);
+}
+
+// ---- the call ----------------------------------------------------------------------------------
+
+// The index in `forms` of what serves w.
+int64_t Find(const Weight& w, std::vector<Form>& forms) {
+  size_t i = 0;
+  while (i < forms.size() && (forms[i].zero != w.zero_point() || forms[i].parts != w.parts)) ++i;
+  if (i == forms.size()) forms.push_back({w.zero_point(), w.parts, false});
+  forms[i].offsets |= w.offset != nullptr;
+  return i;
+}
+
+}  // namespace
+
+void MultiplyInt8(const Product* products, int64_t count, const void* x, bool bfloat16) {
+  const Weight& w = products[0].w;
+  const int64_t tiles = CeilDiv(w.T, kMostRows), rows = CeilDiv(w.T, tiles);
+  std::vector<Form> forms;
+  for (int64_t i = 0; i < count; ++i) Find(products[i].w, forms), Find(products[i].up, forms);
+  size_t bytes = 0;
+  for (const Form& form : forms) bytes += Rounded::Bytes(tiles, rows, w.blocks(), form.parts, 1) + kGap;
+  constexpr int64_t kTotals = kMostRows * kPanel;  // of a side
+  Team team;
+  char* memory = team.Scratch<char>(bytes + NumThreads() * 2 * kTotals * sizeof(float));
+  float* totals = reinterpret_cast<float*>(memory + bytes);
+
+  std::vector<RoundJob> jobs;
+  for (const Form& form : forms) {
+    const Rounded to(memory, tiles, rows, w.blocks(), form.parts, 1);
+    memory += Rounded::Bytes(tiles, rows, w.blocks(), form.parts, 1) + kGap;
+    jobs.push_back({x, bfloat16, w.T, w.D, form, to});
+  }
+  const int64_t cuts = tiles < NumThreads() ? NumThreads() : 1;
+  team.ForEach(tiles * cuts, [&](int64_t task, int) {
+    const int64_t cut = task % cuts;
+    for (const RoundJob& job : jobs) {
+      Round(job, task / cuts, w.blocks() * cut / cuts, w.blocks() * (cut + 1) / cuts);
+    }
+  });
+
+  const int64_t pair_bytes = 2 * w.blocks() * w.block_bytes();
+  const int64_t task_pairs = std::max(CeilDiv(kTaskBytes, pair_bytes * std::min(rows, int64_t{4})),
+                                      AllPairs(products, count) / (8 * NumThreads()));
+  ForEachTask(team, products, count, task_pairs, tiles, CeilDiv(kReuseBytes, rows * w.D),
+              [&](const Product& product, int64_t begin, int64_t end, int64_t tile0, int64_t tile1, int thread) JAXSERVE_AVX512 {
+    const Weight* weights[2] = {&product.w, &product.up};
+    TileKernel kernels[2];
+    const Rounded* inputs[2];
+    for (int side = 0; side < 2; ++side) {
+      kernels[side] = KernelOf(*weights[side], rows);
+      inputs[side] = &jobs[Find(*weights[side], forms)].to;
+    }
+    float* own = totals + thread * 2 * kTotals;
+    // Tiles outside: what is rounded stays in L1 while panels pass.
+    for (int64_t tile = tile0; tile < tile1; ++tile) {
+      for (int64_t i = begin; i < end; ++i) {
+        const Pair pair = PairOf(product, i);
+        for (int side = 0; side < 2; ++side) {
+          kernels[side](*pair.w[side], *inputs[side], tile, pair.panel[side], own + side * kTotals);
+        }
+        for (int64_t r = 0, row = tile * rows; r < rows && row < w.T; ++r, ++row) {
+          const float* first = own + r * kPanel;
+          FinishPair(product, pair, row, _mm512_load_ps(first), _mm512_load_ps(first + kTotals));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace jaxserve::groups
+
+#endif  // JAXSERVE_X86
