@@ -16,7 +16,7 @@
 //   in float32 multiply-adds. Integers are exact in any order and a power of two rounds nothing, so
 //   only the order of the groups counts: it is the same in every tile and instruction set, hence so
 //   are the bits (the plain path, without fused multiply-add, differs from the others in the last ones).
-
+//
 // - One byte (cpu_groups.cc; on AVX-512 cpu_groups_int8.cc), where int8 inputs are asked for: an activation is
 //   a byte, in steps of a 127th of its block's largest, and the sum over a group is that of one product of
 //   bytes in place of four. AVX-512 multiplies 12 rows at a time, each quad of codes by all of them in turn:

@@ -59,6 +59,13 @@ JAXSERVE_AVX512 inline __m512 Read(const BFloat16* at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+// 64 small integers as bytes.
+JAXSERVE_AVX512 inline __m512i BytesOf(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));  // quarters by turns
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, bytes);
+}
+
 // A step, and what brings a row's numbers to such steps, for the largest magnitudes `bits` of 16 rows: see ScaleOf.
 struct Steps {
   __m512 step, inverse;
@@ -81,18 +88,18 @@ JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, int64_t tile, int64_t block
   const int64_t row0 = tile * to.rows, count = std::min(to.rows, job.T - row0), first = to.At(tile, block);
   const auto present = static_cast<__mmask16>((1u << to.rows) - 1);
   const Number* x = static_cast<const Number*>(job.x) + row0 * job.D + block * kBlock;
-  __m512 v[2][kLanes] = {};
-  __m512i all[kLanes] = {};
+  __m512 v[2][kLanes];
+  __m512i all[kLanes];  // of a row, what goes across its lanes
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  for (int64_t r = 0; r < count; ++r, x += job.D) {
-    for (int half = 0; half < 2; ++half) v[half][r] = Read(x + half * kLanes);
+  for (int64_t r = 0; r < kLanes; ++r, x += job.D) {
+    for (int half = 0; half < 2; ++half) v[half][r] = r < count ? Read(x + half * kLanes) : _mm512_setzero_ps();
     all[r] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(v[0][r]), magnitude),
                               _mm512_and_si512(_mm512_castps_si512(v[1][r]), magnitude));
   }
   const Steps steps = StepsOf(Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 { return _mm512_max_epi32(a, b); }));
   _mm512_mask_storeu_ps(to.step + first, present, steps.step);
   for (int part = 0; job.form.offsets && part < kParts; ++part) {
-    for (int64_t r = 0; r < count; ++r) {
+    for (int64_t r = 0; r < kLanes; ++r) {
       all[r] = _mm512_castps_si512(kWhole ? _mm512_add_ps(v[0][r], v[1][r]) : v[part][r]);
     }
     const __m512i sums = Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 {
@@ -103,21 +110,24 @@ JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, int64_t tile, int64_t block
   alignas(64) float inverse[kLanes];
   _mm512_store_ps(inverse, steps.inverse);
   const __m512 shift = _mm512_set1_ps(12582912.0f);
-  __m512i q[kParts][kLanes] = {};
+  __m512i q[2][kLanes];
   int8_t* codes = to.Planes(tile, block);
-  for (int64_t r = 0; r < to.rows; ++r, codes += kBlock) {
-    for (int half = 0; half < 2; ++half) {
-      const __m512 shifted = _mm512_fmadd_ps(v[half][r], _mm512_set1_ps(inverse[r]), shift);  // as Round does
-      const __m512i rounded = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(shift));
-      _mm_store_si128(reinterpret_cast<__m128i*>(codes + half * kLanes), _mm512_cvtepi32_epi8(rounded));
-      __m512i& sum = q[kWhole ? 0 : half][r];
-      sum = _mm512_add_epi32(sum, rounded);
+  for (int64_t r = 0; r < to.rows; r += 2, codes += 2 * kBlock) {
+    for (int64_t i = r; i < r + 2; ++i) {
+      for (int half = 0; half < 2; ++half) {  // as Round does
+        const __m512 shifted = _mm512_fmadd_ps(v[half][i], _mm512_set1_ps(inverse[i]), shift);
+        q[half][i] = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(shift));
+      }
     }
+    const __m512i two = BytesOf(q[0][r], q[1][r], q[0][r + 1], q[1][r + 1]);
+    const auto some = static_cast<__mmask16>(r + 1 < to.rows ? 0xffff : 0xff);
+    _mm512_mask_storeu_epi32(codes, some, two);
   }
   for (int part = 0; part < kParts; ++part) {
     __m512i start = _mm512_setzero_si512();
     if (job.form.zero != 0) {
-      const __m512i sums = Across(q[part], [](__m512i a, __m512i b) JAXSERVE_AVX512 { return _mm512_add_epi32(a, b); });
+      for (int64_t r = 0; r < to.rows; ++r) all[r] = kWhole ? _mm512_add_epi32(q[0][r], q[1][r]) : q[part][r];
+      const __m512i sums = Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 { return _mm512_add_epi32(a, b); });
       start = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-job.form.zero));
     }
     _mm512_mask_storeu_epi32(to.start + 2 * (first * kParts + part * to.rows), present, start);
@@ -177,20 +187,17 @@ JAXSERVE_AVX512 JAXSERVE_INLINE void AddPart(__m512i (&sums)[kRows], const int8_
 // A tile of kRows rows times one panel -> totals [kRows][kPanel].
 template <int kRows, int kBits, int kParts, bool kOffset>
 JAXSERVE_AVX512 void MultiplyTile(const Weight& w, const Rounded& x, int64_t tile, int64_t panel, float* totals) {
-  constexpr bool kWaits = kRows < 4;  // for memory
-  constexpr int kAhead = 4096;        // bytes of codes
+  constexpr int kAhead = 4096;  // bytes of codes
   constexpr int kLength = kBlock / kParts;
   const uint8_t* codes = w.CodesOf(panel);
   const uint8_t* scale = w.OfPanel(w.scale, panel);
   const uint8_t* offset = w.OfPanel(w.offset, panel);
   __m512 total[kRows] = {};
   for (int64_t b = 0; b < x.blocks; ++b, codes += kBits * 64) {
-    if constexpr (kWaits) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kBits; ++i) Prefetch(codes + kAhead + i * 64);
-      Prefetch(scale + kAhead / 8);
-      if constexpr (kOffset) Prefetch(offset + kAhead / 8);
-    }
+    for (int i = 0; i < kBits; ++i) Prefetch(codes + kAhead + i * 64);
+    Prefetch(scale + kAhead / 8);
+    if constexpr (kOffset) Prefetch(offset + kAhead / 8);
     const int64_t at = x.At(tile, b);
     const int8_t* bytes = x.Planes(tile, b);
 #pragma GCC unroll 2
