@@ -13,6 +13,16 @@ namespace {
 constexpr int kMostRows = 12;              // of a tile: as many sums as registers hold
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
 
+// f(0) to f(n - 1), numbers known to the compiler: it keeps no array in registers whose indices it finds late.
+template <typename F, int... i>
+JAXSERVE_AVX512 JAXSERVE_INLINE void ForEach(std::integer_sequence<int, i...>, const F& f) {
+  (f(std::integral_constant<int, i>()), ...);
+}
+template <int n, typename F>
+JAXSERVE_AVX512 JAXSERVE_INLINE void ForEach(const F& f) {
+  ForEach(std::make_integer_sequence<int, n>(), f);
+}
+
 // ---- rounding ----------------------------------------------------------------------------------
 
 // What activations are rounded for: sums depend on the weights that they meet.
@@ -30,6 +40,8 @@ struct RoundJob {
 };
 
 constexpr int kLanes = 16;
+
+JAXSERVE_AVX512 inline void Prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 
 // Lane i: `join` over all lanes of v[i], halves first, then quarters and so on, as SumOf adds.
 template <typename Join>
@@ -80,28 +92,29 @@ JAXSERVE_AVX512 inline Steps StepsOf(__m512i bits) {
           _mm512_maskz_div_ps(some & ~bad, most, peak)};
 }
 
-// Rounds a block of a tile's rows; see RoundToBytes, whose bits these are. A lane is a row.
+// Rounds block `block` of a tile; see RoundToBytes, whose bits these are. A lane is a row: rows [r] begins row r.
 template <typename Number, bool kWhole>
-JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, int64_t tile, int64_t block) {
+JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, const Number* const* rows, int64_t tile, int64_t block) {
   constexpr int kParts = kWhole ? 1 : 2;
   const Rounded& to = job.to;
-  const int64_t row0 = tile * to.rows, count = std::min(to.rows, job.T - row0), first = to.At(tile, block);
+  const int64_t first = to.At(tile, block), begin = block * kBlock;
   const auto present = static_cast<__mmask16>((1u << to.rows) - 1);
-  const Number* x = static_cast<const Number*>(job.x) + row0 * job.D + block * kBlock;
-  __m512 v[2][kLanes];
-  __m512i all[kLanes];  // of a row, what goes across its lanes
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  for (int64_t r = 0; r < kLanes; ++r, x += job.D) {
-    for (int half = 0; half < 2; ++half) v[half][r] = r < count ? Read(x + half * kLanes) : _mm512_setzero_ps();
-    all[r] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(v[0][r]), magnitude),
-                              _mm512_and_si512(_mm512_castps_si512(v[1][r]), magnitude));
-  }
+  __m512i all[kLanes];  // of a row, what goes across its lanes
+  ForEach<kLanes>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
+    const Number* x = rows[r] + begin;
+    all[r] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(Read(x)), magnitude),
+                              _mm512_and_si512(_mm512_castps_si512(Read(x + kLanes)), magnitude));
+    Prefetch(x + 3 * kBlock);
+  });
   const Steps steps = StepsOf(Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 { return _mm512_max_epi32(a, b); }));
   _mm512_mask_storeu_ps(to.step + first, present, steps.step);
   for (int part = 0; job.form.offsets && part < kParts; ++part) {
-    for (int64_t r = 0; r < kLanes; ++r) {
-      all[r] = _mm512_castps_si512(kWhole ? _mm512_add_ps(v[0][r], v[1][r]) : v[part][r]);
-    }
+    ForEach<kLanes>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
+      const Number* x = rows[r] + begin;
+      const __m512 sum = kWhole ? _mm512_add_ps(Read(x), Read(x + kLanes)) : Read(x + part * kLanes);
+      all[r] = _mm512_castps_si512(sum);
+    });
     const __m512i sums = Across(all, [](__m512i a, __m512i b) JAXSERVE_AVX512 {
       return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
     });
@@ -115,7 +128,8 @@ JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, int64_t tile, int64_t block
   for (int64_t r = 0; r < to.rows; r += 2, codes += 2 * kBlock) {
     for (int64_t i = r; i < r + 2; ++i) {
       for (int half = 0; half < 2; ++half) {  // as Round does
-        const __m512 shifted = _mm512_fmadd_ps(v[half][i], _mm512_set1_ps(inverse[i]), shift);
+        const __m512 x = Read(rows[i] + begin + half * kLanes);
+        const __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(inverse[i]), shift);
         q[half][i] = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(shift));
       }
     }
@@ -134,29 +148,23 @@ JAXSERVE_AVX512 void RoundBlock(const RoundJob& job, int64_t tile, int64_t block
   }
 }
 
-// Blocks [begin, end) of a tile.
+// Blocks [begin, end) of a tile. A last tile repeats its last row: what follows of it is not stored.
+template <typename Number, bool kWhole>
+void RoundBlocks(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {
+  const Number* rows[kLanes];
+  for (int64_t r = 0; r < kLanes; ++r) {
+    rows[r] = static_cast<const Number*>(job.x) + std::min(tile * job.to.rows + r, job.T - 1) * job.D;
+  }
+  for (int64_t block = begin; block < end; ++block) RoundBlock<Number, kWhole>(job, rows, tile, block);
+}
+
 void Round(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {
   const bool whole = job.to.parts == 1;
-  const auto of_short = whole ? RoundBlock<BFloat16, true> : RoundBlock<BFloat16, false>;
-  const auto of_float = whole ? RoundBlock<float, true> : RoundBlock<float, false>;
-  for (int64_t block = begin; block < end; ++block) (job.bfloat16 ? of_short : of_float)(job, tile, block);
+  if (job.bfloat16) return (whole ? RoundBlocks<BFloat16, true> : RoundBlocks<BFloat16, false>)(job, tile, begin, end);
+  (whole ? RoundBlocks<float, true> : RoundBlocks<float, false>)(job, tile, begin, end);
 }
 
 // ---- products ----------------------------------------------------------------------------------
-
-JAXSERVE_AVX512 inline void Prefetch(const uint8_t* at) {
-  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
-}
-
-// f(0) to f(n - 1), numbers known to the compiler: it keeps no array in registers whose indices it finds late.
-template <typename F, int... i>
-JAXSERVE_AVX512 JAXSERVE_INLINE void ForEach(std::integer_sequence<int, i...>, const F& f) {
-  (f(std::integral_constant<int, i>()), ...);
-}
-template <int n, typename F>
-JAXSERVE_AVX512 JAXSERVE_INLINE void ForEach(const F& f) {
-  ForEach(std::make_integer_sequence<int, n>(), f);
-}
 
 // sums += four bytes of each of kRows rows times a quad of codes. Written out, as GCC moves sums from register
 // to register around its own intrinsic; it reads what nothing here writes.
