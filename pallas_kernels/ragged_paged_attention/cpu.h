@@ -23,6 +23,7 @@
 namespace jaxserve::attention {
 
 constexpr int kBlock = 64;       // keys of a block
+constexpr int kKeyGroups = kBlock / kLanes;
 constexpr int kSegment = 512;    // keys of a segment
 constexpr int kFewestVectors = 48;  // query vectors of a tile, about
 constexpr float kNone = -1e30f;  // the maximum over no keys: below any score, and finite
@@ -122,6 +123,35 @@ struct Sight {
   int64_t high(int64_t i) const { return std::min<int64_t>(position + i + 1 - base, kBlock); }
   int64_t low(int64_t i) const {
     return window == 0 ? 0 : std::max<int64_t>(position + i + 1 - base - window, 0);
+  }
+};
+
+// The first block of a segment of which a tile may see keys.
+template <typename KV>
+Sight FirstSight(const Call<KV>& call, const Tile& tile, int64_t segment) {
+  const int64_t position = call.FirstPosition(tile.s) + tile.t0 - call.cu_q_len_S1[tile.s];
+  return {call, tile, std::max(segment * kSegment, call.FirstVisible(position) / kBlock * kBlock)};
+}
+
+// Where a block's keys and values lie: K [E][16] and V [16][E] of each group of 16.
+template <typename KV>
+struct Groups {
+  const KV *key[kKeyGroups], *value[kKeyGroups];
+  const float *key_scale[kKeyGroups], *value_scale[kKeyGroups];  // of codes
+
+  // For groups with nothing in sight, the first one that has.
+  Groups(const Call<KV>& call, const Tile& tile, const Sight& sight) {
+    for (int64_t g = 0; g < kKeyGroups; ++g) {
+      const bool seen = g * kLanes < sight.to && (g + 1) * kLanes > sight.from;
+      const int64_t position = sight.base + (seen ? g * kLanes : sight.from / kLanes * kLanes);
+      const int64_t vector = call.VectorAt(tile.s, tile.j, position);
+      key[g] = call.pages + vector * call.E;
+      value[g] = key[g] + call.K * call.E;
+      if constexpr (kCodes<KV>) {
+        key_scale[g] = call.scales + vector;
+        value_scale[g] = key_scale[g] + call.K;
+      }
+    }
   }
 };
 

@@ -9,6 +9,8 @@
 namespace jaxserve::attention {
 namespace {
 
+constexpr int kFar = 2;  // prefetch into the second cache: that one has more lines on their way at a time
+
 // ---- keys and values ---------------------------------------------------------------------------
 
 JAXSERVE_INLINE float Widened(float x) { return x; }
@@ -40,17 +42,17 @@ struct Workspace {
 // ---- products ----------------------------------------------------------------------------------
 
 // Scores of kRows queries [E] with kGroups groups of 16 keys [E][16], the elements in order, times the
-// keys' scales where they have any.
+// keys' scales where they have any. ahead: for each group as much to ask memory for meanwhile, or null.
 template <int kRows, int kGroups, typename KV>
 JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* groups,
-                               const float* k_scale, float* scores) {
+                               const KV* const* ahead, const float* k_scale, float* scores) {
   Lanes sum[kRows][kGroups] = {};
   for (int64_t e = 0; e < E; ++e) {
     Lanes keys[kGroups];
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
       keys[g] = Widen(groups[g] + e * kLanes);
-      __builtin_prefetch(groups[g] + (e + 16) * kLanes);  // four streams outrun the processor's own
+      if (ahead != nullptr) __builtin_prefetch(ahead[g] + e * kLanes, 0, kFar);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -70,9 +72,10 @@ JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* group
 }
 
 // Adds to kRows values, elements [e, e + 16 kVectors), what `keys` keys weigh, in order. kWhole: all
-// elements are before E, so that no load has to be cut (which would put the sums into memory).
+// elements are before E, so that no load has to be cut (which would put the sums into memory). ahead: as
+// much to ask memory for meanwhile, or null.
 template <int kRows, int kVectors, bool kWhole, typename KV>
-JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const float* v_scale, int64_t keys,
+JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const KV* ahead, int64_t keys,
                                int64_t e, int64_t E, float* value, int64_t depth) {
   Lanes sum[kRows][kVectors];
 #pragma GCC unroll 16
@@ -86,7 +89,7 @@ JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const float* v
     for (int i = 0; i < kVectors; ++i) {
       const int64_t at = e + i * kLanes;
       from[i] = kWhole ? Widen(v + k * E + at) : LoadVector(v + k * E, at, E);
-      if (v_scale != nullptr) from[i] *= v_scale[k];
+      if (ahead != nullptr) __builtin_prefetch(ahead + k * E + at, 0, kFar);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -127,15 +130,16 @@ constexpr int kMostRows = kIsa == Isa::kAvx512 ? 12 : kIsa == Isa::kAvx2 ? 6 : 2
 
 template <typename KV>
 struct ScoreOp {
-  using Signature = void(int64_t M, int64_t num_groups, const float* q, int64_t E,
-                         const KV* const* groups, const float* k_scale, float* scores);
+  using Signature = void(int64_t M, int64_t num_groups, const float* q, int64_t E, const KV* const* groups,
+                         const KV* const* ahead, const float* k_scale, float* scores);
   template <Isa kIsa>
   static JAXSERVE_INLINE void Run(int64_t M, int64_t num_groups, const float* q, int64_t E,
-                                  const KV* const* groups, const float* k_scale, float* scores) {
+                                  const KV* const* groups, const KV* const* ahead, const float* k_scale,
+                                  float* scores) {
     auto tile = [&](auto rows, auto columns, int64_t row, int64_t group)
                     __attribute__((always_inline)) {
       ScoreTile<decltype(rows)::value, decltype(columns)::value>(
-          q + row * E, E, groups + group, k_scale == nullptr ? nullptr : k_scale + group * kLanes,
+          q + row * E, E, groups + group, row == 0 ? ahead + group : nullptr, k_scale == nullptr ? nullptr : k_scale + group * kLanes,
           scores + row * kBlock + group * kLanes);
     };
     Cover<kIsa, kMostRows<kIsa>>(M, num_groups, tile);
@@ -144,30 +148,30 @@ struct ScoreOp {
 
 template <typename KV>
 struct ValueOp {
-  using Signature = void(int64_t M, const float* weights, const KV* v, const float* v_scale,
-                         int64_t keys, int64_t E, float* value, int64_t depth);
+  using Signature = void(int64_t M, const float* weights, const KV* v, const KV* ahead, int64_t keys, int64_t E,
+                         float* value, int64_t depth);
   template <Isa kIsa>
-  static JAXSERVE_INLINE void Run(int64_t M, const float* weights, const KV* v,
-                                  const float* v_scale, int64_t keys, int64_t E, float* value,
-                                  int64_t depth) {
+  static JAXSERVE_INLINE void Run(int64_t M, const float* weights, const KV* v, const KV* ahead, int64_t keys,
+                                  int64_t E, float* value, int64_t depth) {
     auto tile = [&](auto rows, auto columns, int64_t row, int64_t vector)
                     __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value, kVectors = decltype(columns)::value;
       const float* w = weights + row * kBlock;
       float* to = value + row * depth;
+      const KV* next = row == 0 ? ahead : nullptr;
       if ((vector + kVectors) * kLanes <= E) {
-        ValueTile<kRows, kVectors, true>(w, v, v_scale, keys, vector * kLanes, E, to, depth);
+        ValueTile<kRows, kVectors, true>(w, v, next, keys, vector * kLanes, E, to, depth);
       } else {
-        ValueTile<kRows, kVectors, false>(w, v, v_scale, keys, vector * kLanes, E, to, depth);
+        ValueTile<kRows, kVectors, false>(w, v, next, keys, vector * kLanes, E, to, depth);
       }
     };
     Cover<kIsa, kMostRows<kIsa>>(M, depth / kLanes, tile);
   }
 };
 
-// Scores of one query over a block -> weights, in place, and its state made ready to add their values.
-// The query sees keys [low, high) of the block.
-JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_cap,
+// Scores of one query over a block -> weights, in place, times the values' scales where they have any, and its
+// state made ready to add their values. The query sees keys [low, high) of the block.
+JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_cap, const float* v_scale,
                            const State& state, int64_t m, int64_t depth) {
   constexpr int kVectors = kBlock / kLanes;
   const IntLanes lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -188,7 +192,7 @@ JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_
   for (int v = 0; v < kVectors; ++v) {
     Lanes weight = Exp(score[v] - top);
     weight = Select(seen[v], weight, Fill(0.0f));
-    StoreLanes(scores + v * kLanes, weight);
+    StoreLanes(scores + v * kLanes, v_scale == nullptr ? weight : weight * LoadLanes(v_scale + v * kLanes));
     total += weight + (score[v] - score[v]);  // a score that is no number makes the sum none
   }
   float keep = Exp(Fill(state.max[m] - top))[0];
@@ -201,14 +205,15 @@ JAXSERVE_INLINE void Weigh(float* scores, int64_t low, int64_t high, float soft_
 }
 
 struct WeighOp {
-  using Signature = void(float* scores, int64_t M, const Sight& sight, float soft_cap,
+  using Signature = void(float* scores, int64_t M, const Sight& sight, float soft_cap, const float* v_scale,
                          const State& state, int64_t depth);
   template <Isa>
   static JAXSERVE_INLINE void Run(float* scores, int64_t M, const Sight& sight, float soft_cap,
-                                  const State& state, int64_t depth) {
+                                  const float* v_scale, const State& state, int64_t depth) {
     for (int64_t m = 0; m < M; ++m) {
       int64_t token = m / sight.group;
-      Weigh(scores + m * kBlock, sight.low(token), sight.high(token), soft_cap, state, m, depth);
+      Weigh(scores + m * kBlock, sight.low(token), sight.high(token), soft_cap, v_scale, state, m,
+            depth);
     }
   }
 };
@@ -277,18 +282,24 @@ void Attend(const Call<KV>& call, const Tile& tile, int64_t segment, const Tile&
   for (int64_t base = segment * kSegment; base < (segment + 1) * kSegment; base += kBlock) {
     const Sight sight(call, tile, base);
     if (sight.from >= sight.to) continue;
-    const KV* groups[kBlock / kLanes];
+    const KV* groups[kKeyGroups];
     FindKeys(call, tile, sight, work, groups);
     if (kCodes<KV>) CopyScales(call, tile, sight, work.k_scale, work.v_scale);
+    // Memory is asked for a block's values while its keys are read, and for the next keys meanwhile.
+    const Sight later(call, tile, base + kBlock);
+    const bool more = later.from < later.to;
+    const Groups<KV> here(call, tile, sight);
+    const Groups<KV> next(call, more ? tile : after, more ? later : FirstSight(call, after, after.segment0));
     int64_t first = sight.from / kLanes;
     Entry<ScoreOp<KV>>::For(call.isa)(
-        M, CeilDiv(sight.to, kLanes) - first, work.q, call.E, groups,
+        M, CeilDiv(sight.to, kLanes) - first, work.q, call.E, groups, here.value + first,
         kCodes<KV> ? work.k_scale + first * kLanes : nullptr, work.scores + first * kLanes);
-    Entry<WeighOp>::For(call.isa)(work.scores, M, sight, call.soft_cap, state, depth);
+    Entry<WeighOp>::For(call.isa)(work.scores, M, sight, call.soft_cap, kCodes<KV> ? work.v_scale : nullptr,
+                                  state, depth);
     ForEachRun(call, sight, [&](int64_t key, int64_t count) {
       Entry<ValueOp<KV>>::For(call.isa)(
           M, work.scores + key, call.ValueAt(tile.s, tile.j, base + key),
-          kCodes<KV> ? work.v_scale + key : nullptr, count, call.E, state.value, depth);
+          next.key[key / kLanes] + key % kLanes * call.E, count, call.E, state.value, depth);
     });
   }
 }

@@ -10,7 +10,6 @@
 
 namespace jaxserve::attention {
 
-constexpr int kKeyGroups = kBlock / kLanes;
 constexpr int kFirstRight = 5;  // tiles 0 to 3 hold sums, 4 the left operand, 5 to 7 the right one
 constexpr float kLog2E = 1.44269504f;
 
@@ -22,28 +21,6 @@ struct Memory {
   void Take(T*& part, int64_t bytes) {
     part = reinterpret_cast<T*>(at);
     at += Align64(bytes) / sizeof(float);
-  }
-};
-
-// Where a block's keys and values lie: K [E][16] and V [16][E] of each group of 16.
-template <typename KV>
-struct Groups {
-  const KV *key[kKeyGroups], *value[kKeyGroups];
-  const float *key_scale[kKeyGroups], *value_scale[kKeyGroups];  // of codes
-
-  // For groups with nothing in sight, the first one that has.
-  Groups(const Call<KV>& call, const Tile& tile, const Sight& sight) {
-    for (int64_t g = 0; g < kKeyGroups; ++g) {
-      const bool seen = g * kLanes < sight.to && (g + 1) * kLanes > sight.from;
-      const int64_t position = sight.base + (seen ? g * kLanes : sight.from / kLanes * kLanes);
-      const int64_t vector = call.VectorAt(tile.s, tile.j, position);
-      key[g] = call.pages + vector * call.E;
-      value[g] = key[g] + call.K * call.E;
-      if constexpr (kCodes<KV>) {
-        key_scale[g] = call.scales + vector;
-        value_scale[g] = key_scale[g] + call.K;
-      }
-    }
   }
 };
 
@@ -63,13 +40,6 @@ inline uint64_t Seen(const Sight& sight, int64_t token) {
   const int64_t high = sight.high(token), low = sight.low(token);
   if (high <= low) return 0;
   return (~uint64_t{0} >> (kBlock - high)) & (~uint64_t{0} << low);
-}
-
-// The first block of a segment of which a tile may see keys.
-template <typename KV>
-Sight FirstSight(const Call<KV>& call, const Tile& tile, int64_t segment) {
-  const int64_t position = call.FirstPosition(tile.s) + tile.t0 - call.cu_q_len_S1[tile.s];
-  return {call, tile, std::max(segment * kSegment, call.FirstVisible(position) / kBlock * kBlock)};
 }
 
 // Calls visit(sight, groups, next) for the blocks of a segment. next: the groups to ask memory for
