@@ -74,8 +74,9 @@ def prepare(source, weight_dtype: str, backend: str, *, int8_inputs: bool = Fals
     weight_dtype: "stored" (as it comes: its groups, bfloat16, else float32), "float32", "bfloat16",
     "int8" or "int4" (rounded to groups of 32). An input size that groups of 32 do not divide stays
     float32 under "int8" and "int4".
-    int8_inputs: where that is faster, a quantised weight meets x rounded to 8 bits of the largest
-    of each 32 inputs, as several engines do unasked. With AMX x in bfloat16 keeps its bits.
+    int8_inputs: where that is faster, a quantised weight meets x rounded to 8 bits, in steps of a
+    power of two for each 32 inputs, and has zero points in place of offsets. On a processor with
+    AMX it is not: there this changes nothing.
     """
     if weight_dtype not in WEIGHT_DTYPES:
         raise ValueError(f"weight_dtype {weight_dtype!r}: use one of {', '.join(WEIGHT_DTYPES)}")
@@ -83,7 +84,9 @@ def prepare(source, weight_dtype: str, backend: str, *, int8_inputs: bool = Fals
     if backend != "cpu":
         return weight
     if isinstance(weight, QuantizedWeight):
-        return weights.to_panels(weight).replace(int8_inputs=int8_inputs)
+        if int8_inputs and cpu.faster_with_int8_inputs():
+            weight = weights.for_int8_inputs(weight)
+        return weights.to_panels(weight)
     return weights.pack_floats(weight)
 
 

@@ -17,6 +17,11 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # that `gated` computes
 WITH_BFLOAT16 = ("avx512bf16", "amx")  # instruction sets that multiply it
 
 
+def faster_with_int8_inputs() -> bool:
+    """Whether products of bytes are the fastest here: AMX is as fast with bfloat16."""
+    return native.isas()[-1] != "amx"
+
+
 def linear(x_TD, weight, *, plus=None, dtype=None, layer=None, isa: str | None = None):
     """y_TF of a weight in panels; see api.linear. isa: a name of native.ISAS, for tests; None takes
     the best."""
@@ -57,7 +62,6 @@ def _groups(x_TD, weights, features, dtype, layer, isa, *, activation=None, plus
     assert native.available(), native.describe()
     best, half = isa or native.isas()[-1], x_TD.dtype == jnp.bfloat16
     int8 = all(weight.int8_inputs for weight in weights)
-    int8 = int8 and not (half and best == "amx")  # the tile unit is as fast with all of x's bits
     as_it_is = half and (int8 or best in WITH_BFLOAT16)
     computed = dtype if as_it_is else jnp.float32
     operands, forms = [], []

@@ -25,8 +25,6 @@ struct RoundJob {
   Rounded to;
 };
 
-JAXSERVE_INLINE float PowerOfTwo(int biased_exponent) { return FromBits(biased_exponent << 23); }
-
 // A block's largest magnitude, by its bits; from 0x7f800000 on where one is infinite or NaN.
 JAXSERVE_INLINE int32_t PeakBits(const float* x) {
   int32_t peak = 0;
@@ -79,28 +77,20 @@ JAXSERVE_INLINE void RoundFinely(const float* x, const RoundJob& job, int64_t ti
   }
 }
 
-// Rounds one block of a row to bytes. What offsets meet is the sum of x itself.
+// Rounds one block of a row to bytes.
 JAXSERVE_INLINE void RoundToBytes(const float* x, const RoundJob& job, int64_t tile, int64_t block,
                                   int64_t row) {
   constexpr int kHalf = kBlock / 2;
   const Rounded& to = job.to;
-  const Scale scale = ScaleOf(PeakBits(x));
-  const int64_t first = to.At(tile, block);
-  to.step[first + row] = scale.step;
-  Lanes v[2], q[2];
+  const int exponent = (PeakBits(x) + kRoundUp) >> 23;
+  const bool zero = exponent < kLeastExponent, bad = exponent > kMostExponent;
+  const float inverse = zero || bad ? 0.0f : PowerOfTwo(254 + kStepsInByte - exponent);
+  to.step[to.At(tile, block) + row] = zero ? 0.0f : bad ? std::nanf("") : PowerOfTwo(exponent - kStepsInByte);
   for (int half = 0; half < 2; ++half) {
-    v[half] = LoadLanes(x + half * kHalf);
-    q[half] = scale.inverse > 0 ? Round(v[half] * scale.inverse) : Fill(0.0f);
+    const Lanes q = inverse > 0 ? Round(LoadLanes(x + half * kHalf) * inverse) : Fill(0.0f);
     int8_t codes __attribute__((vector_size(kHalf)));
-    codes = __builtin_convertvector(__builtin_convertvector(q[half], IntLanes), decltype(codes));
+    codes = __builtin_convertvector(__builtin_convertvector(q, IntLanes), decltype(codes));
     std::memcpy(to.Planes(tile, block) + row * kBlock + half * kHalf, &codes, sizeof(codes));
-  }
-  for (int part = 0; part < to.parts; ++part) {
-    const int64_t at = first * to.parts + part * to.rows + row;
-    const bool whole = to.parts == 1;
-    to.sum[at] = SumOf(whole ? v[0] + v[1] : v[part]);
-    const float all = SumOf(whole ? q[0] + q[1] : q[part]);  // exact
-    to.start[at + first * to.parts + part * to.rows] = -job.zero * static_cast<int32_t>(all);
   }
 }
 
@@ -132,12 +122,14 @@ using Entry = PerIsa<Op, typename Op::Signature>;
 
 // ---- plain and AVX2 ----------------------------------------------------------------------------
 
-// A block's codes less their zero point, as int8 [8 quads][16][4].
-JAXSERVE_INLINE const int8_t* BlockCodes(const Weight& w, const uint8_t* codes, int8_t* to) {
+// A block's codes less their zero point, as int8 [8 quads][16][4]. zeros: a group's own, in eighths, as what
+// comes of it then is; or null.
+JAXSERVE_INLINE const int8_t* BlockCodes(const Weight& w, const uint8_t* codes, const uint8_t* zeros, int8_t* to) {
   if (w.bits == 8) return reinterpret_cast<const int8_t*>(codes);
   for (int i = 0; i < 256; ++i) {
-    to[i] = static_cast<int8_t>((codes[i] & 15) - w.zero);
-    to[i + 256] = static_cast<int8_t>((codes[i] >> 4) - w.zero);
+    const int low = codes[i] & 15, high = codes[i] >> 4, zero = zeros == nullptr ? w.zero : zeros[i / 4 % kPanel];
+    to[i] = static_cast<int8_t>(zeros == nullptr ? low - zero : 8 * low - zero);
+    to[i + 256] = static_cast<int8_t>(zeros == nullptr ? high - zero : 8 * high - zero);
   }
   return to;
 }
@@ -235,7 +227,8 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, void* y, const 
       Lanes total[kMaxRows] = {};
       for (int64_t b = 0; b < x.blocks; ++b, codes += w.block_bytes()) {
         alignas(64) int8_t expanded[kBlock * kPanel];
-        const int8_t* block = BlockCodes(w, codes, expanded);
+        const uint8_t* zeros = w.zeros == nullptr ? nullptr : w.zeros + (panel * x.blocks + b) * kPanel;
+        const int8_t* block = BlockCodes(w, codes, zeros, expanded);
         int64_t at = x.At(tile, b);
         for (int part = 0; part < w.parts; ++part) {
           Lanes ws = Dots::Floats(w, scale), wo = {};
@@ -259,7 +252,8 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, void* y, const 
           if (offset != nullptr) offset += w.scale_bytes();
         }
       }
-      for (int64_t r = 0; r < x.rows; ++r) StoreRow(w, y, tile * x.rows + r, panel, total[r]);
+      const float unit = w.zeros == nullptr ? 1.0f : 0.125f;
+      for (int64_t r = 0; r < x.rows; ++r) StoreRow(w, y, tile * x.rows + r, panel, total[r] * unit);
     }
   }
 }
@@ -395,7 +389,7 @@ Weight WeightOf(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
   Weight w{};
   w.codes = slice(codes);
   w.scale = slice(scale);
-  w.offset = slice(offset);
+  (offset.element_type() == ffi::U8 ? w.zeros : w.offset) = slice(offset);
   w.bits = static_cast<int>(form[0]);
   w.parts = static_cast<int>(kBlock / form[1]);
   w.zero = static_cast<int>(form[2]);
@@ -412,7 +406,7 @@ void FillUnused(const Product& product, ffi::AnyBuffer y, int64_t used) {
   plus == nullptr ? std::memset(to, 0, size) : std::memcpy(to, plus + used * row_bytes, size);
 }
 
-// args: x [T, D], layer [], then codes, scale and offset of each weight, then, of one weight, what is
+// args: x [T, D], layer [], then codes, scale and offset (uint8: zero points) of each weight, then, of one weight, what is
 // added to the result, or an empty array. forms: bits, group and zero of
 // each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
 // there are instructions for it or `bytes` is 1, bfloat16; then results may be either. bytes: of a rounded
@@ -455,6 +449,8 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     if (gated) found = found && read(i + 1, &product.up);
     else product.up = product.w;
     if (!found) return ffi::Error::InvalidArgument("linear: no such layer");
+    const bool bytewise = product.w.zeros != nullptr || product.up.zeros != nullptr;
+    if (bytewise && bytes != 1) return ffi::Error::InvalidArgument("linear: zero points ask for int8 inputs");
     FillUnused(product, *y, used);
     products.push_back(product);
   }

@@ -18,10 +18,8 @@
 //   are the bits (the plain path, without fused multiply-add, differs from the others in the last ones).
 //
 // - One byte (cpu_groups.cc; on AVX-512 cpu_groups_int8.cc), where int8 inputs are asked for: an activation is
-//   a byte, in steps of a 127th of its block's largest, and the sum over a group is that of one product of
-//   bytes in place of four. AVX-512 multiplies 12 rows at a time, each quad of codes by all of them in turn:
-//   94 % of what its products and multiply-adds take where nothing else does (a group of 32 is 8 products of
-//   bytes, 2 of floats and one for an offset, one of them a cycle on Zen 4).
+//   a byte, in steps of a power of two that suits its block, and the sum over a group is that of one product of
+//   bytes in place of four. Such weights have no offsets: their groups have zero points in eighths of a code.
 //
 // - Tiles (cpu_groups_amx.cc), where the processor has AMX and there are three rows or more. Weights
 //   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
@@ -48,11 +46,12 @@ constexpr int kFine = 4;       // bytes of an activation rounded to 30 bits
 
 // One layer's weight, and what joins its product. codes: [F / 16][D / 4][16][4] int8, or
 // [F / 16][D / 8][16][4] uint8 holding two codes a byte: of a block's eight quads of inputs, bytes of
-// quad i < 4 hold quad i low, i + 4 high. scale, offset: [F / 16][D / group][16].
+// quad i < 4 hold quad i low, i + 4 high. scale, offset, zeros: [F / 16][D / group][16].
 struct Weight {
   const uint8_t* codes;
   const uint8_t* scale;
   const uint8_t* offset;  // or null
+  const uint8_t* zeros;   // or null: of 4-bit codes, each group's own zero point, in eighths
   int64_t T, D, F;
   int bits;        // 4 or 8
   int zero;        // of the 4-bit codes
@@ -61,8 +60,8 @@ struct Weight {
   const void* plus;  // [T, F] as y, which is added to y, or null
   bool bfloat16;     // its product alone and plus are that, else float32
 
-  // What codes are above when they are read as unsigned, as AVX-512 multiplies them: 8-bit ones plus 128.
-  int zero_point() const { return bits == 8 ? 128 : zero; }
+  // The zero of codes as AVX-512 multiplies them, unsigned: of signed bytes 128, and so of eighths of a code.
+  int zero_point() const { return bits == 8 || zeros != nullptr ? 128 : zero; }
   int64_t blocks() const { return D / kBlock; }
   int64_t block_bytes() const { return kBlock * kPanel * bits / 8; }
   int64_t scale_bytes() const { return kPanel * (half ? 2 : 4); }
@@ -79,9 +78,9 @@ struct Rounded {
   int parts, bytes;  // bytes of a value: kFine or 1
   int8_t* values;    // [tile][block][the bytes, highest first][rows][32]
   float* step;       // [tile][block][rows]
-  float* sum;        // [tile][block][part][rows]: step * sum of q, or, of one byte, the sum itself
+  float* sum;        // [tile][block][part][rows]: step * sum of q
   // [tile][block][part][2][rows]: what H and L start at where codes are unsigned, so that the zero point
-  // cancels: -zero * sum of high, and of low. Of one byte, H alone.
+  // cancels: -zero * sum of high, and of low.
   int32_t* start;
 
   static size_t Bytes(int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes) {
@@ -114,22 +113,16 @@ JAXSERVE_INLINE float FromBits(int32_t bits) {
   return value;
 }
 
-// Blocks below 2^-80 are rounded to zero; those of 2^114 and more, infinite or NaN make their row's outputs NaN
-// (beyond those bounds the products would leave float32's range).
-constexpr int kLeastExponent = 47, kMostExponent = 240;  // biased, of a block's largest value
+JAXSERVE_INLINE float PowerOfTwo(int biased_exponent) { return FromBits(biased_exponent << 23); }
 
-// What rounds a block to bytes, by the bits of its largest magnitude: a step is a 127th of that.
-struct Scale {
-  float step, inverse;  // inverse: 0 out of bounds
-};
-JAXSERVE_INLINE Scale ScaleOf(int32_t peak_bits) {
-  constexpr float kMost = 127;
-  const int exponent = peak_bits >> 23;
-  if (exponent < kLeastExponent) return {0, 0};
-  if (exponent > kMostExponent) return {std::nanf(""), 0};
-  const float peak = FromBits(peak_bits);
-  return {peak / kMost, kMost / peak};
-}
+// Blocks below 2^-80 are rounded to zero; those of 2^110 and more, infinite or NaN make their row's outputs NaN
+// (beyond those bounds the products would leave float32's range).
+constexpr int kLeastExponent = 47, kMostExponent = 236;  // biased, of a block's largest value
+
+// A byte's step, by the bits of its block's largest magnitude: the least power of two of which that is no more
+// than 127. Added to those bits, kRoundUp makes the exponent one more where the mantissa is above 127 / 64.
+constexpr int32_t kRoundUp = 0x1ffff;
+constexpr int kStepsInByte = 6;  // bits: a block's largest value is up to 2^6 and 2^7 - 1 steps
 
 // A rectangle of the output: tiles of rows times panels of features.
 struct Region {

@@ -22,17 +22,19 @@ PANEL = 16  # output features side by side in the packed order: float32 lanes of
 
 @flax.struct.dataclass
 class QuantizedWeight:
-    """value[f, d] = scale[f, d // group] * (code[f, d] - zero) + offset[f, d // group].
+    """value[f, d] = scale[f, d // group] * (code[f, d] - zero) + offset[f, d // group], or, with a
+    zero point for each group, scale[f, d // group] * (code[f, d] - offset[f, d // group] / 8).
 
     In layout "rows" (numpy, or jax for the reference backend):
       codes   bits 8: int8 [..., F, D]; bits 4: uint8 [..., F, D / 2], where byte i of a group's 16
               holds code i in its low and code i + 16 in its high half
-      scale   float16 or float32 [..., F, D / group];  offset: the same, or None
+      scale   float16 or float32 [..., F, D / group];  offset: the same, or uint8 (zero points
+              in eighths of a 4-bit code), or None
     In layout "panels" (what the native kernel reads; F padded to a multiple of 16 with zeros):
       codes   [..., F / 16, rows' last axis / 4, 16, 4], dtype as above
       scale   [..., F / 16, D / group, 16];  offset: the same, or None
 
-    int8_inputs: native code may round what it is multiplied with to 8 bits; see api.prepare.
+    int8_inputs: native code rounds what it is multiplied with to 8 bits; see for_int8_inputs.
     """
 
     codes: jax.Array | np.ndarray
@@ -208,6 +210,25 @@ def _widen_codes(weight):
     return weight.replace(codes=codes, bits=8, zero=0)
 
 
+def for_int8_inputs(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight in a form that is multiplied as integers, by inputs rounded to 8 bits.
+
+    For that it must not have offsets. Those of 4-bit codes become zero points, to the nearest
+    eighth of a code (rounding to 4 bits left errors of up to four eighths). Wider codes, and weights
+    of which a group's zero point is not among its codes, are rounded anew to 8 bits.
+    """
+    assert weight.layout == "rows"
+    if weight.offset is None:
+        return weight.replace(int8_inputs=True)
+    if weight.bits == 4:
+        scale, offset = weight.scale.astype(np.float32), weight.offset.astype(np.float32)
+        codes = np.divide(offset, scale, out=np.where(offset == 0, offset, np.inf), where=scale != 0)
+        eighths = np.rint(8 * (weight.zero - codes))
+        if ((eighths >= 0) & (eighths <= 128)).all():
+            return weight.replace(offset=eighths.astype(np.uint8), int8_inputs=True)
+    return quantize(to_floats(weight), "int8").replace(int8_inputs=True)
+
+
 # ---- the native kernel's order ----------------------------------------------------------------
 
 
@@ -301,10 +322,10 @@ def _values(weight, codes, scale, offset):
     """scale * (code - zero) + offset for any set of rows, all given as [..., n]."""
     if weight.bits == 4:
         codes = unpack_nibbles(codes)
-    groups = (codes.astype(np.float32) - np.float32(weight.zero)).reshape(
-        *scale.shape, weight.group
-    )
-    values = groups * scale.astype(np.float32)[..., None]
-    if offset is not None:
+    groups = codes.astype(np.float32).reshape(*scale.shape, weight.group)
+    of_groups = offset is not None and offset.dtype == np.uint8
+    zero = offset.astype(np.float32)[..., None] / 8 if of_groups else np.float32(weight.zero)
+    values = (groups - zero) * scale.astype(np.float32)[..., None]
+    if offset is not None and not of_groups:
         values = values + offset.astype(np.float32)[..., None]
     return values.reshape(codes.shape)

@@ -39,6 +39,13 @@ def make_weight(form, features, depth, seed=0):
     return array.astype(jnp.bfloat16 if form == "bfloat16" else np.float32)
 
 
+def make_offsets(features, depth, seed=0):
+    """4-bit codes as of a real matrix: each group's zero lies among its codes."""
+    weight = make_weight("int4", features, depth, seed)
+    zeros = np.random.default_rng(seed).uniform(0, 15, weight.scale.shape)
+    return weight.replace(zero=0, offset=np.float16(-zeros * weight.scale))
+
+
 def make_rows(count, depth, seed=1):
     """Activations with the ill manners of real ones: a huge row, a zero row, an outlier."""
     x = np.random.default_rng(seed).standard_normal((count, depth)).astype(np.float32)
@@ -254,32 +261,79 @@ def test_bfloat16_rows(form, isa):
         np.testing.assert_array_equal(np.asarray(run(x[begin:end], placed)), whole[begin:end])
 
 
+def test_zero_points_in_place_of_offsets():
+    """What is multiplied by int8 inputs has no offsets, and is off by half an eighth of a code."""
+    weight = make_offsets(40, 128)
+    made = weights.for_int8_inputs(weight)
+    assert made.offset.dtype == np.uint8 and made.nbytes < weight.nbytes
+    change = np.abs(api.dequantize(made) - api.dequantize(weight)).reshape(40, 4, 32)
+    half = np.float32(weight.scale)[..., None] / 16
+    assert (change <= 1.001 * half).all() and change.max() > 0.9 * half.min()
+    panels = weights.to_panels(made)
+    np.testing.assert_array_equal(api.dequantize(panels), api.dequantize(made))
+    ids = np.array([3, 0, 39, 3], np.int32)
+    picked = api.gather_rows(jax.device_put(panels), jnp.asarray(ids))
+    np.testing.assert_array_equal(picked, api.dequantize(made)[ids])
+
+
+@pytest.mark.parametrize("zero", [-1.0, 16.5, np.inf])
+def test_a_zero_far_from_its_codes(zero):
+    """One group all above zero, all below, or constant: the matrix gets 8 bits, half a step off."""
+    weight = make_offsets(40, 128)
+    offset, scale = weight.offset.copy(), weight.scale.copy()
+    scale[7, 2] = 0 if np.isinf(zero) else 0.5
+    offset[7, 2] = 1.25 if np.isinf(zero) else -zero * 0.5
+    weight = weight.replace(offset=offset, scale=scale)
+    made = weights.for_int8_inputs(weight)
+    assert made.bits == 8 and made.offset is None
+    want = api.dequantize(weight).reshape(40, 4, 32)
+    change = np.abs(api.dequantize(made).reshape(40, 4, 32) - want)
+    assert (change <= 1.002 * np.abs(want).max(-1, keepdims=True) / 254).all()
+
+
 @needs_native
 @pytest.mark.parametrize("isa", native.isas())
-@pytest.mark.parametrize("form", ["int8", "Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("form", ["offsets", "int8"])
+def test_rows_out_of_bounds_with_int8_inputs(form, isa):
+    """NaN, infinity and what is beyond 2^110 make their row NaN, what is below 2^-80 is zero, and
+    nobody else is touched."""
+    weight = make_offsets(48, 64) if form == "offsets" else make_weight(form, 48, 64)
+    placed = weights.to_panels(weights.for_int8_inputs(weight))
+    x = make_rows(20, 64)
+    clean = np.asarray(on_cpu(x, placed, isa=isa))
+    x[3, 5], x[11, 63], x[12, 0], x[13, 40] = np.nan, np.inf, -np.nan, -(2.0**111)
+    x[14] = 2.0**-90
+    got = np.asarray(on_cpu(x, placed, isa=isa))
+    bad = [3, 11, 12, 13]
+    assert np.isnan(got[bad]).all() and not got[14].any()
+    touched = [*bad, 14]
+    np.testing.assert_array_equal(np.delete(got, touched, 0), np.delete(clean, touched, 0))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("form", ["int8", "Q4_0", "offsets", "Q6_K"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_int8_inputs(dtype, form, isa):
-    """As with x rounded to 127ths of the largest of each 32, but that what offsets meet is x. A
-    row's bits are its own, and in every instruction set the same."""
-    weight = make_weight(form, 72, 512)
-    placed = api.prepare(weight, "stored", "cpu", int8_inputs=True)
-    x = jnp.asarray(make_rows(70, 512), dtype)
-    if isa == "amx" and dtype == jnp.bfloat16:  # the tile unit keeps x as it is
-        as_ever = cpu.linear(x, placed.replace(int8_inputs=False), isa=isa)
-        np.testing.assert_array_equal(np.asarray(cpu.linear(x, placed, isa=isa)), as_ever)
-        return
-    groups = np.asarray(x, np.float32).reshape(70, 16, 32)
-    step = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
-    rounded = (np.rint(groups / np.maximum(step, 1e-30)) * np.float64(step)).reshape(70, 512)
-    dense, offsets = np.float64(api.dequantize(weight)), 0.0
-    if weight.offset is not None:
-        offsets = np.repeat(np.float64(weight.offset), weight.group, axis=-1)
-    want = rounded @ (dense - offsets).T + (np.float64(x) @ (dense * 0 + offsets).T)
-    products = np.abs(rounded) @ (np.abs(dense - offsets) + np.abs(offsets)).T
+    """As with x rounded to steps of the least power of two by which its block needs no more than 127,
+    and with the weight that weights.for_int8_inputs makes. A row's bits are its own, and in every
+    instruction set the same."""
+    weight = make_offsets(72, 512) if form == "offsets" else make_weight(form, 72, 512)
+    weight = weights.for_int8_inputs(weight)
+    assert weight.bits == (8 if form in ("int8", "Q6_K") else 4)
+    placed = weights.to_panels(weight)
+    x = make_rows(70, 512)
+    x[3, 32:64] = np.linspace(-127, 127, 32)  # exactly 127 steps
+    x = jnp.asarray(x, dtype)
+    groups = np.asarray(x, np.float64).reshape(70, 16, 32)
+    mantissa, exponent = np.frexp(np.abs(groups).max(-1, keepdims=True) / 127)
+    step = np.ldexp(1.0, exponent - (mantissa == 0.5))
+    rounded = (np.rint(groups / step) * step).reshape(70, 512)
+    dense = np.float64(api.dequantize(weight))
+    want, products = rounded @ dense.T, np.abs(rounded) @ np.abs(dense).T
     run = jax.jit(functools.partial(cpu.linear, isa=isa), static_argnames="dtype")
     exact = np.asarray(run(x, placed, dtype=jnp.float32))
-    # A number halfway between two steps may go either way: some steps of a row, each a 254th.
-    assert (np.abs(exact - want) <= 2.0**-19 * products + 2e-4 * np.abs(want).max()).all()
+    assert (np.abs(exact - want) <= 2.0**-21 * products).all()
     whole = np.asarray(run(x, placed))
     np.testing.assert_array_equal(whole, exact.astype(dtype))
     for begin, end in [(0, 1), (69, 70), (1, 3), (2, 9), (20, 53)]:
