@@ -79,9 +79,19 @@ struct Block {
 Form FormOf(const Call<int8_t>& call, int64_t M) { return {M, call.E, call.scale, call.soft_cap}; }
 
 // 256 high + low, as floats.
-JAXSERVE_AMX inline __m512 Joined(const int32_t* high, const int32_t* low) {
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high), 8),
-                                             _mm512_load_si512(low)));
+JAXSERVE_AMX inline __m512 Joined(__m512i high, __m512i low) {
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+}
+
+// For each vector of a tile: what its values are multiplied with, and what a step of its weights is worth.
+struct Steps {
+  alignas(64) float keep[kLanes], weight[kLanes];
+};
+
+// Adds to 16 elements of vector r's values what the sums of its weights' digits say.
+JAXSERVE_AMX inline void AddSums(const Steps& steps, int64_t r, __m512i high, __m512i low, float* value) {
+  const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(value), _mm512_set1_ps(steps.keep[r]));
+  _mm512_storeu_ps(value, _mm512_fmadd_ps(Joined(high, low), _mm512_set1_ps(steps.weight[r]), old));
 }
 
 // ---- queries as digits ---------------------------------------------------------------------------
@@ -212,8 +222,8 @@ struct TileUnit {
     CopyValues(block.groups, block.next, block.form, block.work.values);
   }
 
-  // The sums of a tile's digits, from vector m0 on, times a block's keys.
-  JAXSERVE_AMX static void Score(const Block& block, int64_t m0) {
+  // The scores of a tile's `rows` vectors, from m0 on, before the scale.
+  JAXSERVE_AMX static void Score(const Block& block, int64_t m0, int64_t rows) {
     const Form& form = block.form;
     const Workspace& work = block.work;
     const int64_t steps = form.steps(), step_bytes = 2 * form.vectors() * kDeep;
@@ -232,10 +242,21 @@ struct TileUnit {
       _tile_dpbssd(3, 4, 5);
     }
     StoreSums(work.sums);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
+#pragma GCC unroll 4
+      for (int g = 0; g < kKeyGroups; ++g) {
+        const __m512 score = Joined(_mm512_load_si512(high + g * kLanes), _mm512_load_si512(low + g * kLanes));
+        _mm512_store_ps(work.scores + r * kBlock + g * kLanes,
+                        _mm512_mul_ps(score, _mm512_loadu_ps(block.groups.key_scale[g])));
+      }
+    }
   }
 
-  // The sums of a tile's weights times elements [e, e + 16 tiles) of a block's values, up to four tiles.
-  JAXSERVE_AMX static void Value(const Block& block, int64_t e, int64_t tiles) {
+  // Adds elements [e, e + 16 tiles), up to four tiles, of what a block's keys weigh to the values of `rows`
+  // vectors, which start at `value`.
+  JAXSERVE_AMX static void AddValues(const Block& block, const Steps& steps, int64_t rows, int64_t e,
+                                     int64_t tiles, float* value) {
     const Workspace& work = block.work;
     const int8_t* values = work.values + e / kLanes * kTileBytes;
     ZeroSums();
@@ -255,6 +276,13 @@ struct TileUnit {
       _tile_dpbusd(3, 4, 5);
     }
     StoreSums(work.sums);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t *high = work.sums + r * kBlock, *low = high + block.form.vectors() * kBlock;
+      float* at = value + r * block.form.depth() + e;
+      for (int64_t v = 0; v < tiles * kLanes; v += kLanes) {
+        AddSums(steps, r, _mm512_load_si512(high + v), _mm512_load_si512(low + v), at + v);
+      }
+    }
   }
 };
 
@@ -289,43 +317,60 @@ struct VectorUnit {
     }
   }
 
-  JAXSERVE_AMX static void Score(const Block& block, int64_t m0) {
-    CoverRows<2>(2 * block.form.vectors(), [&](auto rows, int64_t row) JAXSERVE_AMX {
-      ScoreRows<decltype(rows)::value>(block, m0, row);
+  JAXSERVE_AMX static void Score(const Block& block, int64_t m0, int64_t rows) {
+    CoverRows<1, kAtOnce>(rows, [&](auto vectors, int64_t r) JAXSERVE_AMX {
+      ScoreVectors<decltype(vectors)::value>(block, m0, r);
     });
   }
 
-  JAXSERVE_AMX static void Value(const Block& block, int64_t e, int64_t tiles) {
+  JAXSERVE_AMX static void AddValues(const Block& block, const Steps& steps, int64_t rows, int64_t e,
+                                     int64_t tiles, float* value) {
     const int64_t E = block.form.E, end = e / kLanes + tiles, whole = std::min(end, E / kLanes);
+    const Values from{block, steps, rows, block.groups.value, E, value};
     int64_t c = e / kLanes;
-    for (; c + 4 <= whole; c += 4) Columns<4>(block, block.groups.value, E, c);
-    for (; c + 2 <= whole; c += 2) Columns<2>(block, block.groups.value, E, c);
-    for (; c < whole; ++c) Columns<1>(block, block.groups.value, E, c);
+    for (; c + 4 <= whole; c += 4) AddColumns<4>(from, c);
+    for (; c + 2 <= whole; c += 2) AddColumns<2>(from, c);
+    for (; c < whole; ++c) AddColumns<1>(from, c);
     if (c == end) return;
-    const int8_t* values[kKeyGroups];
-    for (int g = 0; g < kKeyGroups; ++g) values[g] = block.work.values + (g * kLanes - c) * kLanes;
-    Columns<1>(block, values, kLanes, c);
+    const int8_t* rest[kKeyGroups];
+    for (int g = 0; g < kKeyGroups; ++g) rest[g] = block.work.values + (g * kLanes - c) * kLanes;
+    AddColumns<1>({block, steps, rows, rest, kLanes, value}, c);
   }
 
  private:
+  static constexpr int kAtOnce = 3;  // vectors: their digits' sums with 64 keys, or elements, fill 24 registers
+
+  // Values that lie `stride` apart in each group, and where what they weigh is to be added.
+  struct Values {
+    const Block& block;
+    const Steps& steps;
+    int64_t rows;
+    const int8_t* const* groups;
+    int64_t stride;
+    float* to;
+  };
+
   // sum += bytes * codes, four of each. GCC moves sums from register to register around its own intrinsic.
   JAXSERVE_AMX static __attribute__((always_inline)) void AddProducts(__m512i& sum, __m512i bytes,
                                                                       __m512i codes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
   }
 
-  template <int kRows>
-  JAXSERVE_AMX static __attribute__((noinline)) void ScoreRows(const Block& block, int64_t m0, int64_t row) {
+  // The scores of kCount vectors from r on. High digits' sums come first, then the low ones'.
+  template <int kCount>
+  JAXSERVE_AMX static __attribute__((noinline)) void ScoreVectors(const Block& block, int64_t m0, int64_t r) {
     const Form& form = block.form;
     const int64_t E = form.E, step_bytes = 2 * form.vectors() * kDeep;
-    const bool ahead = form.tiles() == 1 && row == 0;
-    const int8_t* q = block.work.q + m0 * 2 * form.steps() * kDeep + row * kDeep;
-    const int32_t* start = block.work.q_start + 2 * m0 + row;
-    __m512i sum[kRows][kKeyGroups];
+    const bool ahead = form.tiles() == 1 && r == 0;
+    const int8_t* q = block.work.q + m0 * 2 * form.steps() * kDeep + r * kDeep;
+    const int32_t* start = block.work.q_start + 2 * m0 + r;
+    __m512i sum[2 * kCount][kKeyGroups];
 #pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < 2 * kCount; ++i) {
 #pragma GCC unroll 4
-      for (int g = 0; g < kKeyGroups; ++g) sum[r][g] = _mm512_set1_epi32(start[r]);
+      for (int g = 0; g < kKeyGroups; ++g) {
+        sum[i][g] = _mm512_set1_epi32(start[i / kCount * form.vectors() + i % kCount]);
+      }
     }
     for (int64_t e = 0; e < E; e += kQuad) {
       const int8_t* digits = q + e / kDeep * step_bytes + e % kDeep;
@@ -337,46 +382,62 @@ struct VectorUnit {
         if (ahead) PrefetchFar(block.next.key[g] + e * kLanes);
       }
 #pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const __m512i digit = Broadcast(digits + r * kDeep);
+      for (int i = 0; i < 2 * kCount; ++i) {
+        const __m512i digit = Broadcast(digits + (i / kCount * form.vectors() + i % kCount) * kDeep);
 #pragma GCC unroll 4
-        for (int g = 0; g < kKeyGroups; ++g) AddProducts(sum[r][g], key[g], digit);
+        for (int g = 0; g < kKeyGroups; ++g) AddProducts(sum[i][g], key[g], digit);
       }
     }
-    Store(sum, block.work.sums + row * kBlock);
+    float* scores = block.work.scores + r * kBlock;
+#pragma GCC unroll 4
+    for (int g = 0; g < kKeyGroups; ++g) {
+      const __m512 scale = _mm512_loadu_ps(block.groups.key_scale[g]);
+#pragma GCC unroll 3
+      for (int i = 0; i < kCount; ++i) {
+        _mm512_store_ps(scores + i * kBlock + g * kLanes,
+                        _mm512_mul_ps(Joined(sum[i][g], sum[kCount + i][g]), scale));
+      }
+    }
   }
 
-  // The sums for kTiles x 16 elements, from 16 c on, of values that lie `stride` apart in each group.
+  // Adds kTiles x 16 elements, from 16 c on.
   template <int kTiles>
-  JAXSERVE_AMX static void Columns(const Block& block, const int8_t* const* values, int64_t stride,
-                                   int64_t c) {
-    CoverRows<2>(2 * block.form.vectors(), [&](auto rows, int64_t row) JAXSERVE_AMX {
-      ValueRows<decltype(rows)::value, kTiles>(block, values, stride, c, row);
+  JAXSERVE_AMX static void AddColumns(const Values& from, int64_t c) {
+    CoverRows<1, kAtOnce>(from.rows, [&](auto vectors, int64_t r) JAXSERVE_AMX {
+      AddVectors<decltype(vectors)::value, kTiles>(from, c, r);
     });
   }
 
-  template <int kRows, int kTiles>
-  JAXSERVE_AMX static __attribute__((noinline)) void ValueRows(const Block& block, const int8_t* const* values,
-                                                               int64_t stride, int64_t c, int64_t row) {
-    const bool ahead = block.form.tiles() == 1 && row == 0;
-    const uint8_t* weights = block.work.weights + row * kBlock;
-    __m512i sum[kRows][kTiles] = {};
+  template <int kCount, int kTiles>
+  JAXSERVE_AMX static __attribute__((noinline)) void AddVectors(const Values& from, int64_t c, int64_t r) {
+    const Block& block = from.block;
+    const bool ahead = block.form.tiles() == 1 && r == 0;
+    const int64_t low = block.form.vectors() * kBlock;  // a vector's low digits are so much further
+    const uint8_t* weights = block.work.weights + r * kBlock;
+    __m512i sum[2 * kCount][kTiles] = {};
     for (int64_t i = 0; i < kBlock / kQuad; ++i, weights += kQuad) {  // in the order in which Weigh packs them
-      const int64_t g = i % kKeyGroups, at = i / kKeyGroups * kQuad * stride;
+      const int64_t g = i % kKeyGroups, at = i / kKeyGroups * kQuad * from.stride;
       __m512i value[kTiles];
-      Fours(values[g] + at + c * kLanes, stride, value);
+      Fours(from.groups[g] + at + c * kLanes, from.stride, value);
       if (ahead) {
 #pragma GCC unroll 4
         for (int v = 0; v < kTiles; ++v) PrefetchFar(block.next.value[g] + at + (c + v) * kLanes * kQuad);
       }
 #pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const __m512i weight = Broadcast(weights + r * kBlock);
+      for (int n = 0; n < 2 * kCount; ++n) {
+        const __m512i weight = Broadcast(weights + n / kCount * low + n % kCount * kBlock);
 #pragma GCC unroll 4
-        for (int v = 0; v < kTiles; ++v) AddProducts(sum[r][v], weight, value[v]);
+        for (int v = 0; v < kTiles; ++v) AddProducts(sum[n][v], weight, value[v]);
       }
     }
-    Store(sum, block.work.sums + row * kBlock + c * kLanes % kWide);
+#pragma GCC unroll 3
+    for (int n = 0; n < kCount; ++n) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kTiles; ++v) {
+        AddSums(from.steps, r + n, sum[n][v], sum[kCount + n][v],
+                from.to + (r + n) * block.form.depth() + (c + v) * kLanes);
+      }
+    }
   }
 
   // kTiles x 16 elements of four values, by fours.
@@ -405,24 +466,9 @@ struct VectorUnit {
       four[v + 1] = _mm512_permutex2var_epi8(front, later, back);
     }
   }
-
-  template <int kRows, int kColumns>
-  JAXSERVE_AMX static __attribute__((always_inline)) void Store(const __m512i (&sum)[kRows][kColumns],
-                                                                int32_t* to) {
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < kColumns; ++c) _mm512_store_si512(to + r * kBlock + c * kLanes, sum[r][c]);
-    }
-  }
 };
 
 // ---- a block, for one tile of queries -----------------------------------------------------------
-
-// For each vector of a tile: what its values are multiplied with, and what a step of its weights is worth.
-struct Steps {
-  alignas(64) float keep[kLanes], weight[kLanes];
-};
 
 // The largest scale among the values that a bit of `seen` stands for.
 JAXSERVE_AMX inline float LargestScale(const Groups<int8_t>& groups, uint64_t seen) {
@@ -444,7 +490,6 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
   alignas(64) float v_scale[kLanes] = {}, inverse[kLanes];
   uint64_t seen[kVectors];
   for (int64_t r = 0, token = m0 / sight.group, head = m0 % sight.group; r < rows; ++r) {
-    const int32_t *high = work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
     const bool same = r > 0 && head > 0;  // token as before
     seen[r] = same ? seen[r - 1] : Seen(sight, token);
     v_scale[r] = same ? v_scale[r - 1] : LargestScale(groups, seen[r]);
@@ -453,13 +498,13 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
     __m512 most = _mm512_set1_ps(kNone);
 #pragma GCC unroll 4
     for (int v = 0; v < kKeyGroups; ++v) {
-      __m512 score = Joined(high + v * kLanes, low + v * kLanes);
-      score = _mm512_mul_ps(score, _mm512_loadu_ps(groups.key_scale[v]));
+      float* at = work.scores + r * kBlock + v * kLanes;
+      __m512 score = _mm512_load_ps(at);
       if (form.soft_cap > 0) {
         Lanes scaled = reinterpret_cast<Lanes>(score) * (form.scale * work.q_step[m0 + r]);
         score = reinterpret_cast<__m512>(SoftCap(scaled, form.soft_cap));
+        _mm512_store_ps(at, score);
       }
-      _mm512_store_ps(work.scores + r * kBlock + v * kLanes, score);
       most = _mm512_mask_max_ps(most, static_cast<__mmask16>(seen[r] >> v * kLanes), most, score);
     }
     old[r] = state.max[m0 + r];
@@ -502,25 +547,6 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
   }
 }
 
-// Adds to the values of `rows` vectors what the block's keys weigh.
-template <typename Unit>
-JAXSERVE_AMX inline void AddValues(const Block& block, const Steps& steps, int64_t rows, float* value) {
-  const Form& form = block.form;
-  for (int64_t e = 0; e < form.depth(); e += kWide) {
-    const int64_t tiles = std::min<int64_t>(kWide, form.depth() - e) / kLanes;
-    Unit::Value(block, e, tiles);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int32_t *high = block.work.sums + r * kBlock, *low = high + form.vectors() * kBlock;
-      const __m512 kept = _mm512_set1_ps(steps.keep[r]), step = _mm512_set1_ps(steps.weight[r]);
-      float* at = value + r * form.depth() + e;
-      for (int64_t v = 0; v < tiles * kLanes; v += kLanes) {
-        const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(at + v), kept);
-        _mm512_storeu_ps(at + v, _mm512_fmadd_ps(Joined(high + v, low + v), step, old));
-      }
-    }
-  }
-}
-
 // ---- a tile of the plan -------------------------------------------------------------------------
 
 template <typename Unit>
@@ -530,10 +556,13 @@ JAXSERVE_AMX void AttendBlock(const Block& block, const Sight& sight, const Stat
   for (int64_t m0 = 0; m0 < form.M; m0 += form.vectors()) {
     const int64_t rows = std::min(form.vectors(), form.M - m0);
     Steps steps;
-    Unit::Score(block, m0);
+    Unit::Score(block, m0, rows);
     if (m0 == 0) Unit::TakeValues(block);  // while the tile unit is at it
     Weigh(form, block.work, sight, block.groups, m0, rows, state, &steps);
-    AddValues<Unit>(block, steps, rows, state.value + m0 * form.depth());
+    for (int64_t e = 0; e < form.depth(); e += kWide) {
+      const int64_t tiles = std::min<int64_t>(kWide, form.depth() - e) / kLanes;
+      Unit::AddValues(block, steps, rows, e, tiles, state.value + m0 * form.depth());
+    }
   }
 }
 
