@@ -406,9 +406,8 @@ void FillUnused(const Product& product, ffi::AnyBuffer y, int64_t used) {
   plus == nullptr ? std::memset(to, 0, size) : std::memcpy(to, plus + used * row_bytes, size);
 }
 
-// args: x [T, D], layer [], then codes, scale and offset (uint8: zero points) of each weight, then, of one weight, what is
-// added to the result, or an empty array. forms: bits, group and zero of
-// each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
+// args: x [T, D], layer [], then codes, scale and offset (uint8: zero points) of each weight, then, of one
+// weight, what is added to the result, or an empty array. forms: bits, group and zero of each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
 // there are instructions for it or `bytes` is 1, bfloat16; then results may be either. bytes: of a rounded
 // activation, kFine or 1.
 ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,

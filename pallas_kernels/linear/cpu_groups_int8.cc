@@ -10,7 +10,7 @@
 namespace jaxserve::groups {
 namespace {
 
-constexpr int kMostRows = 12;              // of a tile: as many sums as registers hold
+constexpr int kMostRows = 12;             // of a tile: their sums and totals fill 24 registers
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
 
 // f(0) to f(n - 1), numbers known to the compiler: it keeps no array in registers whose indices it finds late.
@@ -331,8 +331,8 @@ void MultiplyInt8(const Product* products, int64_t count, const void* x, bool bf
   const int64_t pair_bytes = 2 * blocks * products[0].w.block_bytes();
   const int64_t task_pairs = std::max(CeilDiv(kTaskBytes, pair_bytes * std::min(rows, int64_t{4})),
                                       AllPairs(products, count) / (8 * NumThreads()));
-  ForEachTask(team, products, count, task_pairs, tiles, CeilDiv(kReuseBytes, rows * D),
-              [&](const Product& product, int64_t begin, int64_t end, int64_t tile0, int64_t tile1, int thread) JAXSERVE_AVX512 {
+  const auto run = [&](const Product& product, int64_t begin, int64_t end, int64_t tile0, int64_t tile1,
+                       int thread) JAXSERVE_AVX512 {
     const Weight* weights[2] = {&product.w, &product.up};
     TileKernel kernels[2];
     const Bytes* inputs[2];
@@ -354,7 +354,8 @@ void MultiplyInt8(const Product* products, int64_t count, const void* x, bool bf
         }
       }
     }
-  });
+  };
+  ForEachTask(team, products, count, task_pairs, tiles, CeilDiv(kReuseBytes, rows * D), run);
 }
 
 }  // namespace jaxserve::groups

@@ -139,7 +139,8 @@ struct ScoreOp {
     auto tile = [&](auto rows, auto columns, int64_t row, int64_t group)
                     __attribute__((always_inline)) {
       ScoreTile<decltype(rows)::value, decltype(columns)::value>(
-          q + row * E, E, groups + group, row == 0 ? ahead + group : nullptr, k_scale == nullptr ? nullptr : k_scale + group * kLanes,
+          q + row * E, E, groups + group, row == 0 ? ahead + group : nullptr,
+          k_scale == nullptr ? nullptr : k_scale + group * kLanes,
           scores + row * kBlock + group * kLanes);
     };
     Cover<kIsa, kMostRows<kIsa>>(M, num_groups, tile);
