@@ -214,16 +214,17 @@ def for_int8_inputs(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight in a form that is multiplied as integers, by inputs rounded to 8 bits.
 
     For that it must not have offsets. Those of 4-bit codes become zero points, to the nearest
-    eighth of a code (rounding to 4 bits left errors of up to four eighths). Wider codes, and weights
-    of which a group's zero point is not among its codes, are rounded anew to 8 bits.
+    eighth of a code (rounding to 4 bits left errors of up to four eighths). Wider codes, and
+    weights of which a group's zero point is not among its codes, are rounded anew to 8 bits.
     """
     assert weight.layout == "rows"
     if weight.offset is None:
         return weight.replace(int8_inputs=True)
     if weight.bits == 4:
         scale, offset = weight.scale.astype(np.float32), weight.offset.astype(np.float32)
-        codes = np.divide(offset, scale, out=np.where(offset == 0, offset, np.inf), where=scale != 0)
-        eighths = np.rint(8 * (weight.zero - codes))
+        constant = np.where(offset == 0, np.float32(0), np.float32(np.inf))  # groups of one value
+        above_zero = np.divide(offset, scale, out=constant, where=scale != 0)  # in codes
+        eighths = np.rint(8 * (weight.zero - above_zero))
         if ((eighths >= 0) & (eighths <= 128)).all():
             return weight.replace(offset=eighths.astype(np.uint8), int8_inputs=True)
     return quantize(to_floats(weight), "int8").replace(int8_inputs=True)

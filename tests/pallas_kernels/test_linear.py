@@ -315,9 +315,9 @@ def test_rows_out_of_bounds_with_int8_inputs(form, isa):
 @pytest.mark.parametrize("form", ["int8", "Q4_0", "offsets", "Q6_K"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_int8_inputs(dtype, form, isa):
-    """As with x rounded to steps of the least power of two by which its block needs no more than 127,
-    and with the weight that weights.for_int8_inputs makes. A row's bits are its own, and in every
-    instruction set the same."""
+    """As with x rounded to steps of the least power of two by which its block needs no more than
+    127, and with the weight that weights.for_int8_inputs makes. A row's bits are its own, and the
+    same in every instruction set."""
     weight = make_offsets(72, 512) if form == "offsets" else make_weight(form, 72, 512)
     weight = weights.for_int8_inputs(weight)
     assert weight.bits == (8 if form in ("int8", "Q6_K") else 4)
