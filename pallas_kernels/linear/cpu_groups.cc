@@ -407,9 +407,10 @@ void FillUnused(const Product& product, ffi::AnyBuffer y, int64_t used) {
 }
 
 // args: x [T, D], layer [], then codes, scale and offset (uint8: zero points) of each weight, then, of one
-// weight, what is added to the result, or an empty array. forms: bits, group and zero of each. activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where
-// there are instructions for it or `bytes` is 1, bfloat16; then results may be either. bytes: of a rounded
-// activation, kFine or 1.
+// weight, what is added to the result, or an empty array. forms: bits, group and zero of each.
+// activation < 0: one result [T, F] a weight; else one, of two weights, gated. x is float32 or, where there
+// are instructions for it or `bytes` is 1, bfloat16; then results may be either. bytes: of a rounded activation,
+// kFine or 1.
 ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
                         ffi::Span<const int64_t> forms, int64_t activation, int64_t bytes, int64_t isa) {
   auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
@@ -448,8 +449,11 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     if (gated) found = found && read(i + 1, &product.up);
     else product.up = product.w;
     if (!found) return ffi::Error::InvalidArgument("linear: no such layer");
-    const bool bytewise = product.w.zeros != nullptr || product.up.zeros != nullptr;
-    if (bytewise && bytes != 1) return ffi::Error::InvalidArgument("linear: zero points ask for int8 inputs");
+    for (const Weight* w : {&product.w, &product.up}) {
+      if ((bytes == 1 ? w->offset : w->zeros) != nullptr) {
+        return ffi::Error::InvalidArgument("linear: int8 inputs ask for zero points, others for offsets");
+      }
+    }
     FillUnused(product, *y, used);
     products.push_back(product);
   }

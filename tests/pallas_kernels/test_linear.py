@@ -445,6 +445,44 @@ def test_gated_equals_float64(activation, forms, rows, isa):
 
 @needs_native
 @pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_inputs_gated_added_and_together(dtype, rows, isa):
+    """Of inputs that 8 bits hold exactly, with weights of different zero points and groups."""
+    x = np.random.default_rng(1).integers(-100, 101, (rows, 256)).astype(np.float32)
+    x[:, ::32] = 100  # so a step is one, of the whole 2^-11
+    x = jnp.asarray(x / 2048, dtype)
+    wide = np.float64(x)
+    made = [
+        weights.for_int8_inputs(w) for w in (make_offsets(56, 256), make_weight("Q6_K", 56, 256))
+    ]
+    placed = [weights.to_panels(w) for w in made]
+    g, u = (wide @ np.float64(api.dequantize(w)).T for w in made)
+    of_g, of_u = (np.abs(wide) @ np.abs(np.float64(api.dequantize(w))).T for w in made)
+    plus = jnp.asarray(make_rows(rows, 56, seed=3), dtype)
+    last_bits = 2.0**-7 if dtype == jnp.bfloat16 else 0.0
+
+    def check(got, want, bound):
+        assert (np.abs(np.float64(got) - want) <= bound + last_bits * np.abs(want) + 1e-6).all()
+
+    for got, want, products in zip(cpu.linears(x, placed, isa=isa), (g, u), (of_g, of_u)):
+        check(got, want, 2.0**-20 * products)
+    added = cpu.linear(x, placed[0], plus=plus, isa=isa)
+    check(added, np.float64(plus) + g, 2.0**-20 * (of_g + np.abs(np.float64(plus))))
+    got = cpu.gated(x, *placed, "silu", layer=None, isa=isa)
+    bound = 2.0**-14 * (np.abs(g) * of_u + 1.2 * np.abs(u) * of_g)
+    check(got, g / (1 + np.exp(-g)) * u, bound)
+
+
+@needs_native
+def test_offsets_are_not_for_int8_inputs():
+    weight = weights.to_panels(make_offsets(32, 64)).replace(int8_inputs=True)
+    with pytest.raises(Exception, match="int8 inputs ask for zero points"):
+        jax.block_until_ready(on_cpu(make_rows(6, 64), weight))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_one_huge_input_does_not_drown_the_rest(kind, isa):
     """Models put thousands into one channel of a first token. With a zero weight on that channel
