@@ -251,7 +251,7 @@ class Sequence:
         self.tokens = list(request.prompt_ids)  # prompt, then output as it is absorbed
         self.num_prompt = len(self.tokens)
         self.max_total = max_total  # prompt + output tokens at which it ends with LENGTH
-        self.slot: int | None = None  # held from admission to finish or preemption
+        self.slot: int | None = None  # its row in SlotArray, from admission to finish or preemption
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop id or stop string that ended it
         self.num_cached = 0  # prompt tokens served by the prefix cache at first admission

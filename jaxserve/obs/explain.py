@@ -9,6 +9,8 @@ import pathlib
 from jaxserve.obs.decision_log import read
 from jaxserve.scheduler.plan import BEFORE_LONGER
 
+_MOVED_OUT = -1  # as a slot: its last token is on the way, and another has its slot
+
 
 @dataclasses.dataclass
 class _Choice:
@@ -153,10 +155,9 @@ class _Story:
             elif reason.startswith(BEFORE_LONGER):
                 self._passed_by()
         for slot, request_id, index in plan["admits"]:
+            self._slot_taken(slot)
             if request_id == self.request_id:
                 self.choices[index].slot = slot
-            else:
-                self._slot_taken(slot)
         self._wait(plan)
         self._rows(now, plan)
         if plan["guard"] and self.request is not None:
@@ -169,7 +170,7 @@ class _Story:
     def _slot_taken(self, slot: int) -> None:
         for choice in self.choices.values():
             if choice.slot == slot:
-                choice.slot = None
+                choice.slot = _MOVED_OUT
 
     def _admitted(self, now: float, index: int, reason: str) -> None:
         choice = self.choices[index]

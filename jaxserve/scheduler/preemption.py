@@ -28,8 +28,7 @@ def open_to_eviction(slots: SlotArray) -> np.ndarray:
     token more. It can get that far without a new page, having come back with pages for all it had.
     Nor is one whose last token is on its way: all its pages come free with that."""
     settled_N = slots.known_N > slots.must_pass_N
-    ending_N = slots.tokens_N >= slots.stop_at_N
-    return np.flatnonzero(slots.active_N & settled_N & ~ending_N)
+    return np.flatnonzero(slots.active_N & settled_N & ~slots.ending_N)
 
 
 def pages_freed(slots: SlotArray, pool: PagePool, slot: int) -> int:

@@ -114,7 +114,7 @@ class Refill:
         return most <= ledger.output_weight * (limits.kv_tokens + limits.num_slots)
 
     @property
-    def _is_static(self) -> bool:
+    def is_static(self) -> bool:
         """Whether a batch is admitted at once and nobody joins it later."""
         return self.limits.batching == "static" or self.guard.wants(Action.STATIC_BATCHING)
 
@@ -134,7 +134,7 @@ class Refill:
         """Gives the head of the queue a slot and pages, if it can have them."""
         tenant = self.ledger.number(sequence.request.tenant)
         standing = self.policy.standing(sequence)
-        spare, may_wait = self._spare_pages(), not self._is_static
+        spare, may_wait = self._spare_pages(), not self.is_static
         admission = self.batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
         if admission.slot is None:
             return admission

@@ -146,7 +146,9 @@ class Scheduler:
         may have to give its own."""
         if self.limits.batching == "static":
             return False
-        return bool(self._slots.num_free) or self._policy.fair or self._policy.evicts
+        if self._slots.num_free or self._policy.fair or self._policy.evicts:
+            return True
+        return self._slots.num_ending > 0
 
     def stats(self) -> Stats:
         """A copy; other threads may ask for it."""
@@ -283,6 +285,8 @@ class Scheduler:
         in_need = self._batch.grow()
         for slot in self._in_policy_order(in_need) if in_need else ():
             self._grow_in_shortage(slot, now)
+        if len(self._queue) and not self._refill.is_static:
+            self._slots.move_out()
         refilled = self._refill(now)
         decode, prefill = choose_rows(self._slots)
         if not len(decode) and not len(prefill):
@@ -399,13 +403,12 @@ class Scheduler:
     def absorb(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Takes in what a step brought: appends tokens, publishes pages, ends what has ended.
 
-        Rows whose slot changed hands since the plan are dropped: their sequence ended or was
-        preempted, and a token that nobody awaits is nobody's.
+        Rows whose sequence ended or was preempted since the plan are dropped: a token that nobody
+        awaits is nobody's.
         """
         self._budget.observe(plan.size, self._vitals.absorbed(plan, now))
         events = self.take_events()
-        slot_S = plan.slot_S.astype(np.intp)  # numpy's own kind of index: three times as fast
-        live_S = self._slots.generation_N[slot_S] == plan.generation_S
+        slot_S, live_S = self._slots.find(plan.slot_S, plan.generation_S)
         rows = live_S.nonzero()[0]
         self._stats.computed_tokens += self._batch.advance(slot_S[rows], plan.end_S[rows])
         sampled = (live_S & plan.samples_S).nonzero()[0]

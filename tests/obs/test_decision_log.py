@@ -263,3 +263,21 @@ def test_a_deadline_in_the_queue_is_told(tmp_path):
     told = explain(tmp_path / "log", "waits")
     assert "still queued because every slot is taken (5 steps)" in told[-2]
     assert "ended (timeout)" in told[-1] and "Of 6.000 s it queued 6.000 s" in told[-1]
+
+
+@pytest.mark.parametrize("names", [("one", "one", "one"), ("one", "two", "three")])
+def test_one_that_gave_its_slot_away_before_its_end_is_not_said_to_wait(tmp_path, names):
+    """Three choices by one slot, of one request or of three: each ends in the step after the next
+    one has the slot."""
+    driver = Driver(
+        small_limits(num_slots=1),
+        wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
+    )
+    for name in sorted(set(names)):
+        count = names.count(name)
+        driver.send(prompt_of(5), name, n=count, max_tokens=3, ignore_eos=True)
+    driver.run()
+    for name in names:
+        told = "\n".join(explain(tmp_path / "log", name))
+        assert told.count("ended (length) after 2 decoding steps") == names.count(name)
+        assert told.count("having waited") == names.count(name) and "still queued" not in told

@@ -155,12 +155,12 @@ def test_unfairness_sheds_the_greediest_tenant():
 
 def thrashing(**config):
     driver = Driver(
-        small_limits(num_slots=8, num_pages=33, token_budget=16, prefix_caching=False),
+        small_limits(num_slots=8, num_pages=129, max_model_len=128, prefix_caching=False),
         SchedulerConfig(**config),
         check=False,
     )
     for index in range(40):
-        driver.send(prompt_of(9, index), max_tokens=40, ignore_eos=True)
+        driver.send(prompt_of(9, index), max_tokens=100, ignore_eos=True)
     return driver
 
 

@@ -125,12 +125,52 @@ def test_continuous_batching_refills_at_once():
     assert max(driver.token_times["r5", 0]) < max(driver.token_times["r3", 0])
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_slot_is_refilled_in_the_plan_after_its_last_token(pipelined, tokens):
+    """Nobody needs to know that token first: with one slot, each plan has a row."""
+    driver = Driver(small_limits(num_slots=1), pipelined=pipelined)
+    for first in range(3):
+        driver.send(prompt_of(4, first), max_tokens=tokens, ignore_eos=True)
+    driver.run().check_outputs()
+    assert len(driver.plans) == driver.now - pipelined == 3 * max(tokens, 1)
+
+
+@pytest.mark.parametrize("end", ["abort", "fail", "requeue"])
+def test_one_that_moved_out_of_its_slot_ends_like_anybody(end):
+    """Between the plan that gives its slot away and the absorb that brings its last token."""
+    driver = Driver(small_limits(num_slots=1))
+    scheduler = driver.scheduler
+    for first in range(2):
+        driver.send(prompt_of(4, first), max_tokens=2, ignore_eos=True)
+    driver.step()
+    driver.step()  # r0's last token is planned, its first is known
+    plan = scheduler.plan(3.0)
+    assert [sequence.request.id for sequence in plan.sequences] == ["r1"]
+    assert scheduler.num_running == 1 and len(scheduler._slots.running()) == 2
+    scheduler.check_invariants()
+    if end == "abort":
+        driver.runner.dispatch(plan)
+        driver.take(scheduler.abort("r0"))
+        driver.take(scheduler.abort("r1"))
+    else:
+        driver.lose_device(keep_running=end == "requeue")
+    scheduler.check_invariants()
+    driver.run().check_outputs()
+    ended = {
+        "abort": FinishReason.ABORT,
+        "fail": FinishReason.ERROR,
+        "requeue": FinishReason.LENGTH,
+    }
+    assert driver.ends == {("r0", 0): ended[end], ("r1", 0): ended[end]}
+
+
 def test_choices_share_the_prompt_pages():
     driver = Driver()
     driver.send(prompt_of(18), n=4, max_tokens=6)
     while driver.scheduler.num_running < 4:
         driver.step()
-    table = driver.scheduler._slots.page_table_NP
+    table = driver.scheduler._slots.page_table_NP[:4]
     assert (table[:, :4] == table[0, :4]).all() and table[0, :4].all()
     assert len(set(table[:, 4].tolist())) == 4  # 18 tokens: the fifth page is half full, not shared
     driver.run().check_outputs()
