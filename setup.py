@@ -38,7 +38,6 @@ NATIVE_SOURCES = [
     "pallas_kernels/linear/cpu_groups.cc",
     "pallas_kernels/linear/cpu_groups_amx.cc",
     "pallas_kernels/linear/cpu_groups_bfloat16.cc",
-    "pallas_kernels/linear/cpu_groups_int8.cc",
     "pallas_kernels/linear/cpu_groups_long.cc",
     "pallas_kernels/linear/cpu_groups_avx512.cc",
     "pallas_kernels/ragged_paged_attention/cpu.cc",

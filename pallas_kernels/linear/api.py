@@ -11,7 +11,7 @@ Backends: "cpu", native code that uses every core this process may run on, and "
 jnp for any device. The cpu backend promises that a row of y depends on that row of x alone, bit for
 bit, and not on the other rows; nor on their number, but for one exception: on a processor with AMX
 quantised weights meet three rows of float32 or more on its tile unit. Accuracy, relative to the
-largest element of a row of y: some 1e-7 (products and sums in float32, or integers of 30 bits), on
+largest element of a row of y: some 1e-7 (products and sums in float32, or integers of 24 bits), on
 the tile unit 1e-6 in the mean and 2e-5 at most (16 bits of weights and activations, sums in
 float32). Where the processor multiplies bfloat16, so is x that comes in it, about twice as fast:
 on the tile unit by weights rounded to bfloat16, good to 8 bits, by AVX-512 by codes as they are, as

@@ -12,68 +12,93 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kStepsInPeak = 29;  // bits: a block's largest value is 2^29 to 2^30 steps
+constexpr int kMaxRows = 16;  // of a tile
 constexpr int64_t kReuseBytes = 1 << 20;  // of x that stays in cache while panels pass: half an L2
 constexpr int64_t kTaskBytes = 32 << 10;  // of weights: below this a task is not worth handing out
 constexpr int64_t kTilesFromRows = 3;     // fewer rows wait for memory, whatever multiplies them
+
+// The rounded activations, in tiles of `rows` rows (the last one filled up with zeros).
+struct Rounded {
+  int64_t rows, tiles, blocks;
+  int parts, bytes;  // bytes of a value: kFine or 1
+  int8_t* values;    // [tile][block][the bytes, highest first][rows][32]
+  float* step;       // [tile][block][rows]
+  float* sum;        // [tile][block][part][rows]: what a group's activations add up to
+  bool* wide;        // [tile][block]: whether any row's block is
+
+  static size_t Bytes(int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes) {
+    size_t n = tiles * rows * blocks;
+    return Align64(n * bytes * kBlock) + Align64(n * 4) + Align64(n * parts * 4) + Align64(tiles * blocks);
+  }
+  Rounded(char* memory, int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes)
+      : rows(rows), tiles(tiles), blocks(blocks), parts(parts), bytes(bytes) {
+    size_t n = tiles * rows * blocks;
+    auto take = [&](size_t bytes) {
+      char* at = memory;
+      memory += Align64(bytes);
+      return at;
+    };
+    values = reinterpret_cast<int8_t*>(take(n * bytes * kBlock));
+    step = reinterpret_cast<float*>(take(n * 4));
+    sum = reinterpret_cast<float*>(take(n * parts * 4));
+    wide = reinterpret_cast<bool*>(take(tiles * blocks));
+  }
+  int64_t At(int64_t tile, int64_t block) const { return (tile * blocks + block) * rows; }
+  int64_t plane_bytes() const { return rows * kBlock; }  // of a tile's block
+  int8_t* Planes(int64_t tile, int64_t block) const {
+    return values + bytes * kBlock * At(tile, block);
+  }
+};
 
 struct RoundJob {
   const void* x;  // [T, D]
   bool bfloat16;  // or float32
   int64_t T, D;
-  int zero;
   Rounded to;
 };
+
+// They order as magnitudes do.
+JAXSERVE_INLINE int32_t MagnitudeBits(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits & 0x7fffffff;
+}
 
 // A block's largest magnitude, by its bits; from 0x7f800000 on where one is infinite or NaN.
 JAXSERVE_INLINE int32_t PeakBits(const float* x) {
   int32_t peak = 0;
-  for (int k = 0; k < kBlock; ++k) {
-    int32_t bits;  // of a magnitude: they order as it does
-    std::memcpy(&bits, x + k, sizeof(bits));
-    peak = std::max(peak, bits & 0x7fffffff);
-  }
+  for (int k = 0; k < kBlock; ++k) peak = std::max(peak, MagnitudeBits(x[k]));
   return peak;
-}
-
-// 16-bit values as 256 * upper + lower, signed bytes.
-JAXSERVE_INLINE void StoreBytes(const int32_t* values, int8_t* to, int64_t plane_bytes) {
-  for (int k = 0; k < kBlock; ++k) {
-    int32_t lower = static_cast<int8_t>(values[k]);
-    to[k] = static_cast<int8_t>((values[k] - lower) >> 8);
-    to[k + plane_bytes] = static_cast<int8_t>(lower);
-  }
 }
 
 // Rounds one block of a row to kFine bytes.
 JAXSERVE_INLINE void RoundFinely(const float* x, const RoundJob& job, int64_t tile, int64_t block,
                                  int64_t row) {
   const Rounded& to = job.to;
-  int exponent = PeakBits(x) >> 23;
-  bool zero = exponent < kLeastExponent, bad = exponent > kMostExponent;
-  float inverse = zero || bad ? 0.0f : PowerOfTwo(254 + kStepsInPeak - exponent);
-  float step = zero ? 0.0f : bad ? std::nanf("") : PowerOfTwo(exponent - kStepsInPeak);
-  int32_t high[kBlock], low[kBlock];
-  for (int k = 0; k < kBlock; ++k) {
-    float value = inverse > 0 ? x[k] * inverse : 0.0f;
-    int32_t q = static_cast<int32_t>(std::nearbyint(value));
-    low[k] = ((q + 0x8080) & 0xffff) - 0x8080;  // within two signed bytes' range
-    high[k] = (q - low[k]) >> 16;
-  }
+  const int32_t peak = PeakBits(x);
+  int many = 0;
+  for (int k = 0; k < kBlock; ++k) many += MagnitudeBits(x[k]) > peak - kFarBelow;
+  const FineSteps fine(peak, many);
+  int32_t sums[kFine][2] = {};  // by part
   int8_t* bytes = to.Planes(tile, block) + row * kBlock;
-  StoreBytes(high, bytes, to.plane_bytes());
-  StoreBytes(low, bytes + 2 * to.plane_bytes(), to.plane_bytes());
-  int64_t first = to.At(tile, block);
-  to.step[first + row] = step;
-  int length = kBlock / to.parts;
+  for (int k = 0; k < kBlock; ++k) {
+    const float value = fine.inverse > 0 ? x[k] * fine.inverse : 0.0f;
+    const auto q = static_cast<uint32_t>(static_cast<int32_t>(std::nearbyint(value))) << fine.shift();
+    const uint32_t digits = (q + 0x80808080u) ^ 0x80808080u;
+    for (int i = 0; i < kFine; ++i) {
+      const auto digit = static_cast<int8_t>(digits >> 8 * (kFine - 1 - i));
+      bytes[i * to.plane_bytes() + k] = digit;
+      sums[i][k * to.parts / kBlock] += digit;
+    }
+  }
+  const int64_t first = to.At(tile, block);
+  to.step[first + row] = fine.step;
+  to.wide[tile * to.blocks + block] |= fine.wide;
   for (int part = 0; part < to.parts; ++part) {
-    int32_t highs = 0, lows = 0;
-    for (int k = part * length; k < (part + 1) * length; ++k) highs += high[k], lows += low[k];
+    float sum[kFine];
+    for (int i = 0; i < kFine; ++i) sum[i] = static_cast<float>(sums[i][part]);
     to.sum[first * to.parts + part * to.rows + row] =
-        step * (static_cast<float>(highs) * 65536.0f + static_cast<float>(lows));
-    int32_t* start = to.start + 2 * (first * to.parts + part * to.rows) + row;
-    start[0] = -job.zero * highs;
-    start[to.rows] = -job.zero * lows;
+        fine.step * (sum[0] * 65536.0f + (sum[1] * 256.0f + (sum[2] + sum[3] * (1.0f / 256))));
   }
 }
 
@@ -107,6 +132,7 @@ struct RoundOp {
   template <Isa>
   static JAXSERVE_INLINE void Run(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
+      job.to.wide[tile * job.to.blocks + block] = false;
       for (int64_t r = 0; r < job.to.rows; ++r) {
         int64_t row = tile * job.to.rows + r;
         float x[kBlock] = {};
@@ -216,6 +242,11 @@ struct Avx2Dot {
 };
 #endif
 
+// A rectangle of the output: tiles of rows times panels of features.
+struct Region {
+  int64_t tile0, tile1, panel0, panel1;
+};
+
 template <typename Dots>
 JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, void* y, const Region& region) {
   int quads = kBlock / 4 / w.parts;
@@ -230,22 +261,22 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, void* y, const 
         const uint8_t* zeros = w.zeros == nullptr ? nullptr : w.zeros + (panel * x.blocks + b) * kPanel;
         const int8_t* block = BlockCodes(w, codes, zeros, expanded);
         int64_t at = x.At(tile, b);
+        const bool wide = x.wide[tile * x.blocks + b];
         for (int part = 0; part < w.parts; ++part) {
           Lanes ws = Dots::Floats(w, scale), wo = {};
           if (offset != nullptr) wo = Dots::Floats(w, offset);
           const float* sums = x.sum + at * w.parts + part * x.rows;
           for (int64_t r = 0; r < x.rows; ++r) {
             const int8_t* bytes = x.Planes(tile, b) + r * kBlock + part * quads * 4;
-            IntLanes dot[kFine];
-            for (int i = 0; i < x.bytes; ++i, bytes += x.plane_bytes()) {
-              dot[i] = Dots::Dot(block + part * quads * kPanel * 4, bytes, quads);
-            }
-            Lanes sum = __builtin_convertvector(dot[0], Lanes);
-            if (x.bytes > 1) {
-              Lanes high = __builtin_convertvector(dot[0] * 256 + dot[1], Lanes);
-              sum = high * 65536.0f + __builtin_convertvector(dot[2] * 256 + dot[3], Lanes);
-            }
-            total[r] += sum * x.step[at + r] * ws;
+            auto dot = [&](int i) {
+              const int8_t* digits = bytes + i * x.plane_bytes();
+              return __builtin_convertvector(Dots::Dot(block + part * quads * kPanel * 4, digits, quads), Lanes);
+            };
+            const float step = x.step[at + r];
+            if (wide) total[r] += dot(3) * (step * (1.0f / 256)) * ws;
+            Lanes sum = dot(0);
+            if (x.bytes > 1) sum = sum * 65536.0f + (dot(1) * 256.0f + dot(2));
+            total[r] += sum * step * ws;
             if (offset != nullptr) total[r] += wo * sums[r];
           }
           scale += w.scale_bytes();
@@ -258,12 +289,20 @@ JAXSERVE_INLINE void RegionOf(const Weight& w, const Rounded& x, void* y, const 
   }
 }
 
+void Plain(const Weight& w, const Rounded& x, void* y, const Region& region) {
+  RegionOf<PlainDot>(w, x, y, region);
+}
+#if JAXSERVE_X86
+JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, void* y, const Region& region) {
+  RegionOf<Avx2Dot>(w, x, y, region);
+}
+#endif
+
 // ---- the call ----------------------------------------------------------------------------------
 
-Kernel Choose(Isa isa) {
+auto* Choose(Isa isa) {
 #if JAXSERVE_X86
-  if (isa >= Isa::kAvx512) return Avx512;
-  if (isa == Isa::kAvx2) return Avx2;
+  if (isa >= Isa::kAvx2) return Avx2;
 #endif
   return Plain;
 }
@@ -299,7 +338,7 @@ void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const Input
                    Isa isa) {
   const Weight& w = *parts[0].w;
   int64_t tiles = CeilDiv(w.T, kMaxRows), rows = CeilDiv(w.T, tiles);
-  RoundJob job{input.x, input.bfloat16, w.T, w.D, w.zero_point(),
+  RoundJob job{input.x, input.bfloat16, w.T, w.D,
                Rounded(memory, tiles, rows, w.blocks(), w.parts, input.bytes)};
   auto round = Entry<RoundOp>::For(isa);
   int64_t cuts = tiles < NumThreads() ? std::min<int64_t>(NumThreads(), w.T) : 1;
@@ -308,7 +347,7 @@ void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const Input
     round(job, task / cuts, w.blocks() * cut / cuts, w.blocks() * (cut + 1) / cuts);
   });
 
-  Kernel kernel = Choose(isa);
+  auto* kernel = Choose(isa);
   int64_t task_tiles = std::clamp<int64_t>(kReuseBytes / (rows * w.D * input.bytes), 1, tiles);
   int64_t worth = CeilDiv(kTaskBytes, w.blocks() * w.block_bytes() * std::min(rows, int64_t{4}));
   int64_t panels = 0, across = 0;
@@ -328,7 +367,7 @@ void MultiplyBytes(const Team& team, const std::vector<Part>& parts, const Input
   });
 }
 
-// Without tiles: a gated product's two factors go to scratch memory and are joined afterwards.
+// Without AVX-512: a gated product's two factors go to scratch memory and are joined afterwards.
 void MultiplyAll(const std::vector<Product>& products, const Input& input, Isa isa) {
   Team team;
   size_t factor_bytes = 0, rounded_bytes = 0;
@@ -355,7 +394,7 @@ void MultiplyAll(const std::vector<Product>& products, const Input& input, Isa i
   for (size_t begin = 0, end; begin < all.size(); begin = end) {
     const Weight& first = *all[begin].w;
     auto alike = [&](const Weight& w) {
-      return w.bits == first.bits && w.zero == first.zero && w.parts == first.parts;
+      return w.bits == first.bits && w.parts == first.parts;
     };
     for (end = begin + 1; end < all.size() && alike(*all[end].w);) ++end;
     MultiplyBytes(team, {all.begin() + begin, all.begin() + end}, input, memory, isa);
@@ -469,8 +508,8 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
     MultiplyTiles(products.data(), products.size(), static_cast<const float*>(x.untyped_data()));
     return ffi::Error::Success();
   }
-  if (bytes == 1 && ChooseIsa(isa) >= Isa::kAvx512) {
-    MultiplyInt8(products.data(), products.size(), x.untyped_data(), bfloat16);
+  if (ChooseIsa(isa) >= Isa::kAvx512) {
+    MultiplyDigits(products.data(), products.size(), x.untyped_data(), bfloat16, static_cast<int>(bytes));
     return ffi::Error::Success();
   }
 #endif
@@ -479,15 +518,6 @@ ffi::Error LinearGroups(ffi::RemainingArgs args, ffi::RemainingRets results,
 }
 
 }  // namespace
-
-void Plain(const Weight& w, const Rounded& x, void* y, const Region& region) {
-  RegionOf<PlainDot>(w, x, y, region);
-}
-#if JAXSERVE_X86
-JAXSERVE_AVX2 void Avx2(const Weight& w, const Rounded& x, void* y, const Region& region) {
-  RegionOf<Avx2Dot>(w, x, y, region);
-}
-#endif
 
 }  // namespace jaxserve::groups
 

@@ -3,23 +3,25 @@
 // Weights are 4- or 8-bit codes in groups of 32 (or 16) inputs, value = (code - zero) * scale + offset.
 // There are four ways through:
 //
-// - Bytes (cpu_groups.cc, cpu_groups_avx512.cc). Reads each code once and is the fastest for a row or
-//   two, where memory is the limit. The activations are rounded to integers of 30 bits and a sign, in
-//   steps of a power of two that suits a row's block of 32 inputs: so finely that one huge input does
-//   not drown its neighbours. Such an integer q is 65536 * high + low, and each of these two signed
-//   bytes, because products of bytes are what processors multiply fast. With H and L the sums over a
-//   group of (code - zero) times high and low, an output is
+// - Bytes (cpu_groups.cc; on AVX-512 cpu_groups_avx512.cc). Reads each code once and is the fastest for a row or
+//   two, where memory is the limit. The activations are rounded to integers, in steps of a power of two that suits
+//   a row's block of 32 inputs: 127 * 2^16 steps at most, which is as fine as float32 is for the largest of them.
+//   Where most of a block's inputs are far below its largest (a wide block), one in 256 of those steps, so that a
+//   huge input does not drown its neighbours. Such an integer is a number of three signed digits of a byte, or
+//   of four, because products of bytes are what processors multiply fast. With A, B, C and D the sums over a
+//   group of (code - zero) times each digit, the highest first, an output is
 //
-//     sum over groups, in order:  (65536 * float(H) + float(L)) * step * scale
-//                                 + step * (65536 * float(sum of high) + float(sum of low)) * offset
+//     sum over groups, in order:  step / 256 * float(D) * scale, of tiles with a wide row
+//                                 + step * (65536 * float(A) + (256 * float(B) + float(C))) * scale
+//                                 + step * (the same of the digits' own sums and, innermost, D / 256) * offset
 //
 //   in float32 multiply-adds. Integers are exact in any order and a power of two rounds nothing, so
 //   only the order of the groups counts: it is the same in every tile and instruction set, hence so
 //   are the bits (the plain path, without fused multiply-add, differs from the others in the last ones).
 //
-// - One byte (cpu_groups.cc; on AVX-512 cpu_groups_int8.cc), where int8 inputs are asked for: an activation is
-//   a byte, in steps of a power of two that suits its block, and the sum over a group is that of one product of
-//   bytes in place of four. Such weights have no offsets: their groups have zero points in eighths of a code.
+// - One byte, where int8 inputs are asked for: an activation is a byte, in steps of a power of two that suits its
+//   block, and the sum over a group is that of one product of bytes. Such weights have no offsets: their groups
+//   have zero points in eighths of a code.
 //
 // - Tiles (cpu_groups_amx.cc), where the processor has AMX and there are three rows or more. Weights
 //   and activations become sums of two bfloat16 each, 16 bits of every value, which the tile unit
@@ -41,8 +43,7 @@ namespace jaxserve::groups {
 
 constexpr int kPanel = 16;   // output features side by side
 constexpr int kBlock = 32;   // inputs that share an activation scale
-constexpr int kMaxRows = 16;  // rows of a tile
-constexpr int kFine = 4;       // bytes of an activation rounded to 30 bits
+constexpr int kFine = 4;       // digits of an activation that is not a byte; the last is for wide blocks
 
 // One layer's weight, and what joins its product. codes: [F / 16][D / 4][16][4] int8, or
 // [F / 16][D / 8][16][4] uint8 holding two codes a byte: of a block's eight quads of inputs, bytes of
@@ -72,41 +73,6 @@ struct Weight {
   }
 };
 
-// The rounded activations, in tiles of `rows` rows (the last one filled up with zeros).
-struct Rounded {
-  int64_t rows, tiles, blocks;
-  int parts, bytes;  // bytes of a value: kFine or 1
-  int8_t* values;    // [tile][block][the bytes, highest first][rows][32]
-  float* step;       // [tile][block][rows]
-  float* sum;        // [tile][block][part][rows]: step * sum of q
-  // [tile][block][part][2][rows]: what H and L start at where codes are unsigned, so that the zero point
-  // cancels: -zero * sum of high, and of low.
-  int32_t* start;
-
-  static size_t Bytes(int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes) {
-    size_t n = tiles * rows * blocks;
-    return Align64(n * bytes * kBlock) + Align64(n * 4) + Align64(n * parts * 4) + Align64(n * parts * 8);
-  }
-  Rounded(char* memory, int64_t tiles, int64_t rows, int64_t blocks, int parts, int bytes)
-      : rows(rows), tiles(tiles), blocks(blocks), parts(parts), bytes(bytes) {
-    size_t n = tiles * rows * blocks;
-    auto take = [&](size_t bytes) {
-      char* at = memory;
-      memory += Align64(bytes);
-      return at;
-    };
-    values = reinterpret_cast<int8_t*>(take(n * bytes * kBlock));
-    step = reinterpret_cast<float*>(take(n * 4));
-    sum = reinterpret_cast<float*>(take(n * parts * 4));
-    start = reinterpret_cast<int32_t*>(take(n * parts * 8));
-  }
-  int64_t At(int64_t tile, int64_t block) const { return (tile * blocks + block) * rows; }
-  int64_t plane_bytes() const { return rows * kBlock; }  // of a tile's block
-  int8_t* Planes(int64_t tile, int64_t block) const {
-    return values + bytes * kBlock * At(tile, block);
-  }
-};
-
 JAXSERVE_INLINE float FromBits(int32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
@@ -124,16 +90,27 @@ constexpr int kLeastExponent = 47, kMostExponent = 236;  // biased, of a block's
 constexpr int32_t kRoundUp = 0x1ffff;
 constexpr int kStepsInByte = 6;  // bits: a block's largest value is up to 2^6 and 2^7 - 1 steps
 
-// A rectangle of the output: tiles of rows times panels of features.
-struct Region {
-  int64_t tile0, tile1, panel0, panel1;
-};
+// What a digit counts, in steps: from the lowest of three on, and last the one that only wide blocks have.
+constexpr float kDigitUnits[kFine] = {1, 256, 65536, 1.0f / 256};
 
-// Each computes a region of y for one instruction set.
-using Kernel = void (*)(const Weight&, const Rounded&, void* y, const Region&);
-void Plain(const Weight&, const Rounded&, void* y, const Region&);
-void Avx2(const Weight&, const Rounded&, void* y, const Region&);
-void Avx512(const Weight&, const Rounded&, void* y, const Region&);
+// A block is wide where fewer than kMany of its inputs are above a 64th of the largest.
+constexpr int kMany = 8;
+constexpr int32_t kFarBelow = 6 << 23;  // in the bits of a magnitude
+
+// How a block is rounded to kFine digits, by the bits of its largest magnitude and how many are not far below.
+struct FineSteps {
+  bool wide;
+  float step, inverse;  // inverse: of a step, or where the block is wide of a 256th
+
+  FineSteps(int32_t peak_bits, int many) : wide(many < kMany) {
+    constexpr int kStepsInPeak = kStepsInByte + 16;
+    const int exponent = (peak_bits + kRoundUp) >> 23;
+    const bool zero = exponent < kLeastExponent, bad = exponent > kMostExponent;
+    inverse = zero || bad ? 0.0f : PowerOfTwo(254 + kStepsInPeak + (wide ? 8 : 0) - exponent);
+    step = zero ? 0.0f : bad ? std::nanf("") : PowerOfTwo(exponent - kStepsInPeak);
+  }
+  int shift() const { return wide ? 0 : 8; }  // of steps, to those of a 256th
+};
 
 // What a call computes of x: y = x w^T, or with `up`, a gated unit: act(x w^T) * (x up^T).
 enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
@@ -149,8 +126,8 @@ struct Product {
 void MultiplyTiles(const Product* products, int64_t count, const float* x);
 void MultiplyBfloat16Tiles(const Product* products, int64_t count, const void* x);
 void MultiplyBfloat16Pairs(const Product* products, int64_t count, const void* x);
-// int8 inputs on AVX-512; x as it comes.
-void MultiplyInt8(const Product* products, int64_t count, const void* x, bool bfloat16);
+// On AVX-512; x as it comes, `digits` of it taken: 1 or kFine.
+void MultiplyDigits(const Product* products, int64_t count, const void* x, bool bfloat16, int digits);
 
 // act(gate) * up: both activations are gate times the sigmoid of something (gelu's tanh form:
 // Hendrycks and Gimpel, arXiv:1606.08415).

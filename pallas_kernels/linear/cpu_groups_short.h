@@ -1,5 +1,4 @@
-// What the ways through for x in bfloat16 share (cpu_groups_amx.cc, cpu_groups_long.cc,
-// cpu_groups_bfloat16.cc): tasks of two panels at a time, and results stored.
+// What the ways through on AVX-512 and AMX share: tasks of two panels at a time, and results stored.
 
 #pragma once
 

@@ -47,11 +47,12 @@ def make_offsets(features, depth, seed=0):
 
 
 def make_rows(count, depth, seed=1):
-    """Activations with the ill manners of real ones: a huge row, a zero row, an outlier."""
+    """Activations with the ill manners of real ones: a huge row, a zero row, outliers."""
     x = np.random.default_rng(seed).standard_normal((count, depth)).astype(np.float32)
     x[min(2, count - 1)] *= 1000
     x[min(4, count - 1)] = 0
     x[min(5, count - 1), 7] = 60
+    x[min(6, count - 1), 9] = 3000
     return x
 
 
@@ -188,7 +189,7 @@ def relative_error(got, want):
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("form", FORMS)
 def test_native_equals_float64(form, isa):
-    """float32 sums and integer ones of 30 bits: 2e-6. On tiles values are two bfloat16: the first
+    """float32 sums and integer ones of 24 bits: 2e-6. On tiles values are two bfloat16: the first
     is off by 2^-8 at most, the second by as much of that (by 2^-7 where it is cut), and the product
     of the two seconds is left out, so 2^-14 of a product at worst. The errors have any sign."""
     weight = make_weight(form, 52, 512)
@@ -495,6 +496,29 @@ def test_one_huge_input_does_not_drown_the_rest(kind, isa):
     want = x.astype(np.float64) @ np.float64(api.dequantize(weight)).T
     got = on_cpu(x, api.prepare(weight, "stored", "cpu"), isa=isa)
     assert relative_error(got, want) < 2e-5
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("peak", [1.0, 127 / 64, 1.99, 3e4, 1e-20])
+def test_how_finely_float32_is_rounded(peak, isa):
+    """A block of 32 has up to 127 * 2^16 steps of a power of two; where fewer than 8 of its inputs
+    are above a 64th of the largest, 256 times as many. A unit matrix shows it: what is sent comes
+    back rounded, exactly where float32 holds that."""
+    units = api.quantize(np.float32(127 * np.eye(32)), "int8")  # scales 1
+    weight = weights.to_panels(units.replace(codes=np.eye(32, dtype=np.int8)))
+    x = np.random.default_rng(0).uniform(-1, 1, (6, 32)) / 70
+    x[:3, :7], x[3:, :6] = 0.02, 0.02  # beside the largest: 8, and 7
+    x[:, 31] = 1
+    x = np.float32(x * peak)
+    mantissa, exponent = np.frexp(np.float32(peak) / np.float32(127))
+    step = np.ldexp(np.float64(2.0**-16), exponent - (mantissa == 0.5))
+    got = np.float64(on_cpu(x, weight, isa="avx512" if isa == "amx" else isa))
+    few = np.arange(6)[:, None] >= 3
+    steps = np.where(few, step / 256, step)
+    want = np.rint(np.float64(x) / steps) * steps
+    np.testing.assert_array_equal(got[:, :31], np.float32(want[:, :31]))
+    assert (want[:3, :31] != x[:3, :31]).mean() > 0.5
 
 
 @needs_native
