@@ -154,7 +154,8 @@ def worker_peer(
                 {"prompt_ids": i.prompt_ids, "max_tokens": i.max_tokens, "arrival_s": i.arrival}
                 for i in wanted.items
             ]
-            print(json.dumps(requests), file=child.stdin, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # answer tells why
+                print(json.dumps(requests), file=child.stdin, flush=True)
             seen = zip(wanted.items, answer()["requests"])
             return figures_of(label, [_record(item, times) for item, times in seen])
 
@@ -162,7 +163,8 @@ def worker_peer(
             version = answer()["ready"]
             yield Peer(label if label == OURS else f"{label} {version}", run)
         finally:
-            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
             try:
                 child.wait(30)
             except subprocess.TimeoutExpired:
@@ -211,30 +213,44 @@ def workload_of(args, name: str) -> Workload:
     return workload.make(WorkloadConfig(workload=str(file)), tokenizer.load(path), MAX_LEN)
 
 
+def take_turns(peers: list[Peer], run: Callable[[Peer], None], console: Console) -> None:
+    """run(peer) for each. One that breaks down is told of, and has no more turns."""
+    for peer in list(peers):
+        try:
+            run(peer)
+        except (OSError, RuntimeError) as error:
+            console.print(f"{peer.name} is left out from here on: {error}", markup=False)
+            peers.remove(peer)
+
+
 def measure(peers: list[Peer], workloads: list[Workload], repeats: int, console: Console):
     """{(peer, workload): runs}, the peers taking turns."""
     runs = collections.defaultdict(list)
     for _ in range(repeats):
         for wanted in workloads:
-            path = FIGURES[wanted.name][0]
-            for peer in peers:
+
+            def run(peer: Peer, wanted=wanted) -> None:
                 seen = peer.run(serve.unseen(wanted))
                 runs[peer.name, wanted.name].append(seen)
-                console.print(f"{wanted.name} {peer.name}: {figure(seen, path):.1f}", markup=False)
+                value = figure(seen, FIGURES[wanted.name][0])
+                console.print(f"{wanted.name} {peer.name}: {value:.1f}", markup=False)
+
+            take_turns(peers, run, console)
     return runs
 
 
-def show(peers: list[Peer], workloads: list[Workload], runs, console: Console) -> None:
+def show(workloads: list[Workload], runs, console: Console) -> None:
     names = [wanted.name for wanted in workloads]
     table = Table("engine", *(f"{name}: {FIGURES[name][1]}" for name in names))
     medians = {name: {} for name in names}
-    for peer in peers:
+    for peer in dict.fromkeys(peer for peer, _ in runs):
         cells = []
         for name in names:
-            values = [figure(run, FIGURES[name][0]) for run in runs[peer.name, name]]
-            medians[name][peer.name] = statistics.median(values)
-            cells.append(spread(values))
-        table.add_row(peer.name, *cells)
+            values = [figure(run, FIGURES[name][0]) for run in runs.get((peer, name), ())]
+            if values:
+                medians[name][peer] = statistics.median(values)
+            cells.append(spread(values) if values else "none")
+        table.add_row(peer, *cells)
     console.print(table)
     for name in names:
         _, unit, more = FIGURES[name]
@@ -266,17 +282,20 @@ def measure_online(peers: list[Peer], wanted: Workload, args, console: Console):
     """{peer: for each repeat, {rate: figures}} with the common rate and those of a search, which
     begins near what the engine does when all come at once and, the next time, where it ended."""
     found, start = collections.defaultdict(list), {}
+
+    def run(peer: Peer) -> None:
+        seen = {args.common_rate: serve_at(args.common_rate, peer, wanted, args, console)}
+        if args.search_s:
+            factor = 1.1 if peer.name in start else 1.25
+            if peer.name not in start:
+                at_once = peer.run(serve.unseen(wanted))
+                start[peer.name] = 0.8 * at_once["requests_per_s"]
+            look_up(seen, start[peer.name], factor, peer, wanted, args, console)
+            start[peer.name] = highest(seen, args) or start[peer.name]
+        found[peer.name].append(seen)
+
     for _ in range(args.repeats):
-        for peer in peers:
-            seen = {args.common_rate: serve_at(args.common_rate, peer, wanted, args, console)}
-            if args.search_s:
-                factor = 1.1 if peer.name in start else 1.25
-                if peer.name not in start:
-                    at_once = peer.run(serve.unseen(wanted))
-                    start[peer.name] = 0.8 * at_once["requests_per_s"]
-                look_up(seen, start[peer.name], factor, peer, wanted, args, console)
-                start[peer.name] = highest(seen, args) or start[peer.name]
-            found[peer.name].append(seen)
+        take_turns(peers, run, console)
     return found
 
 
@@ -395,7 +414,7 @@ def main():
         online = ONLINE in args.only
         found = measure_online(peers, workload_of(args, ONLINE), args, console) if online else {}
     if workloads:
-        show(peers, workloads, runs, console)
+        show(workloads, runs, console)
     if online:
         show_online(found, args, console)
     record.write(args.output, documents_of(runs, found, args))

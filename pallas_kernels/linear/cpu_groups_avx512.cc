@@ -188,8 +188,8 @@ JAXSERVE_AVX512 void RoundBlock(const Digits& to, const Number* const* rows, int
 }
 
 // The same to kFine digits; see RoundFinely, whose bits these are.
-template <typename Number, bool kWhole>
-JAXSERVE_AVX512 void RoundBlockFinely(const Digits& to, const Number* const* rows, int64_t tile, int64_t block) {
+template <bool kWhole>
+JAXSERVE_AVX512 void RoundBlockFinely(const Digits& to, const float* const* rows, int64_t tile, int64_t block) {
   constexpr int kParts = kWhole ? 1 : 2, kMostRows = kLanes / kFine;
   const int64_t first = to.At(tile, block);
   const __m512i halves = _mm512_set1_epi32(static_cast<int>(0x80808080));
@@ -202,7 +202,7 @@ JAXSERVE_AVX512 void RoundBlockFinely(const Digits& to, const Number* const* row
   ForEach<kMostRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
     for (int part = 0; part < kParts; ++part) sums[part][2 * r] = sums[part][2 * r + 1] = _mm512_setzero_si512();
     if (r >= to.rows) return;
-    const Number* x = rows[r] + block * kBlock;
+    const float* x = rows[r] + block * kBlock;
     const __m512 front = Read(x), back = Read(x + kLanes);
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     const __m512i sizes[2] = {_mm512_and_si512(_mm512_castps_si512(front), magnitude),
@@ -256,13 +256,13 @@ void RoundBlocks(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) 
   for (int64_t r = 0; r < kLanes; ++r) {
     rows[r] = static_cast<const Number*>(job.x) + std::min(tile * job.to.rows + r, job.T - 1) * job.D;
   }
-  for (int64_t block = begin; block < end; ++block) {
-    if (job.to.count == 1) {
-      RoundBlock<Number, kWhole>(job.to, rows, tile, block);
-    } else {
-      RoundBlockFinely<Number, kWhole>(job.to, rows, tile, block);
+  if constexpr (std::is_same_v<Number, float>) {  // bfloat16 is no more than a byte here
+    if (job.to.count > 1) {
+      for (int64_t block = begin; block < end; ++block) RoundBlockFinely<kWhole>(job.to, rows, tile, block);
+      return;
     }
   }
+  for (int64_t block = begin; block < end; ++block) RoundBlock<Number, kWhole>(job.to, rows, tile, block);
 }
 
 void Round(const RoundJob& job, int64_t tile, int64_t begin, int64_t end) {

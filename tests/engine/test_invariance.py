@@ -72,6 +72,29 @@ def test_among_31_others(alone, tiny_model, pipelined):
     same(answers["subject", 0], expected)
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_given_away_before_the_last_token(tiny_model, slots):
+    """Every slot is refilled while its last tenant's final step is in flight: neither sees anything
+    of the other, whatever they sample by and want to know."""
+
+    def requests():
+        draw = np.random.default_rng(5)
+        for i in range(18):
+            prompt = draw.integers(0, VOCAB, int(draw.integers(1, 40))).tolist()
+            params = dict(max_tokens=int(draw.integers(1, 5)), logprobs=1 + i % 2)
+            yield request(f"r{i}", prompt, **params, **list(SAMPLINGS.values())[i % 3])
+
+    alone = make_core(tiny_model, pipelined=False)
+    core = make_core(tiny_model, slots=slots)
+    together = run(core, list(requests()))
+    for one in requests():
+        same(together[one.id, 0], run(alone, [one])[one.id, 0])
+    tokens = sum(len(answer.tokens) for answer in together.values())
+    assert core.stats().generation_tokens == tokens
+    if slots == 1:
+        assert core.scheduler.stats().steps == tokens  # none of them without a row
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_beside_rows_with_a_grammar(alone, tiny_model, pipelined):
     """They come, decode and end before, with and after the subject."""
