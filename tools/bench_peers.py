@@ -408,8 +408,8 @@ def main():
         out = pathlib.Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory()))
         peers = [stack.enter_context(peer) for peer in peers_of(args, out)]
         warm_up = workload_of(args, args.only[0])
-        for peer in peers:
-            peer.run(serve.unseen(dataclasses.replace(warm_up, items=warm_up.items[:2])))
+        few = dataclasses.replace(warm_up, items=warm_up.items[:2])
+        take_turns(peers, lambda peer: peer.run(serve.unseen(few)), console)
         runs = measure(peers, workloads, args.repeats, console)
         online = ONLINE in args.only
         found = measure_online(peers, workload_of(args, ONLINE), args, console) if online else {}

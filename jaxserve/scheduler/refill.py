@@ -1,4 +1,5 @@
-"""Refill: freed slots go to those that wait, in the policy's order, while pages last."""
+"""Refill: freed slots, and those of sequences that are ending, go to those that wait, in the
+policy's order, while pages last."""
 
 from __future__ import annotations
 
@@ -55,9 +56,11 @@ class Refill:
         One that waits for a running sequence to compute their common prefix lets others pass, but
         its slot and pages are kept for it."""
         done, queue = Refilled(), self.requests.queue
-        head = self._next()
-        if head is None:
+        if not len(queue):
             return done
+        if not self._is_static:
+            self.batch.slots.move_out()
+        head = self._next()
         closed = self._why_closed()
         if closed is not None:
             done.waiting.append(Decision(head.id, closed))
@@ -114,7 +117,7 @@ class Refill:
         return most <= ledger.output_weight * (limits.kv_tokens + limits.num_slots)
 
     @property
-    def is_static(self) -> bool:
+    def _is_static(self) -> bool:
         """Whether a batch is admitted at once and nobody joins it later."""
         return self.limits.batching == "static" or self.guard.wants(Action.STATIC_BATCHING)
 
@@ -134,7 +137,7 @@ class Refill:
         """Gives the head of the queue a slot and pages, if it can have them."""
         tenant = self.ledger.number(sequence.request.tenant)
         standing = self.policy.standing(sequence)
-        spare, may_wait = self._spare_pages(), not self.is_static
+        spare, may_wait = self._spare_pages(), not self._is_static
         admission = self.batch.admit(sequence, kept, spare, tenant, standing, may_wait=may_wait)
         if admission.slot is None:
             return admission

@@ -142,13 +142,12 @@ class Scheduler:
 
     @property
     def admits_arrivals(self) -> bool:
-        """Whether one that arrives now may be in the next plan: a slot is free, or one that runs
-        may have to give its own."""
+        """Whether one that arrives now may be in the next plan: a slot is free or comes free with
+        it, or one that runs may have to give its own."""
         if self.limits.batching == "static":
             return False
-        if self._slots.num_free or self._policy.fair or self._policy.evicts:
-            return True
-        return self._slots.num_ending > 0
+        slots, policy = self._slots, self._policy
+        return bool(slots.num_free or policy.fair or policy.evicts or slots.num_ending)
 
     def stats(self) -> Stats:
         """A copy; other threads may ask for it."""
@@ -285,8 +284,6 @@ class Scheduler:
         in_need = self._batch.grow()
         for slot in self._in_policy_order(in_need) if in_need else ():
             self._grow_in_shortage(slot, now)
-        if len(self._queue) and not self._refill.is_static:
-            self._slots.move_out()
         refilled = self._refill(now)
         decode, prefill = choose_rows(self._slots)
         if not len(decode) and not len(prefill):

@@ -20,8 +20,8 @@ def _beyond_share(slots: SlotArray, num_tenants: int) -> np.ndarray:
     """Slots that each tenant holds beyond its share, negative below it. By tenant number, as far as
     the highest that holds any. A share is the num_tenants-th part of all slots."""
     share = max(1, slots.num_slots // num_tenants)
-    held_N = slots.active_N[: slots.num_slots]
-    return np.bincount(slots.tenant_N[: slots.num_slots][held_N]) - share
+    taken_N = slots.active_N[: slots.num_slots]
+    return np.bincount(slots.tenant_N[: slots.num_slots][taken_N]) - share
 
 
 def below_their_share(slots: SlotArray, tenants: np.ndarray, num_tenants: int) -> np.ndarray:

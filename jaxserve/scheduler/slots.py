@@ -112,7 +112,7 @@ class SlotArray:
     def ending_N(self) -> np.ndarray:
         """Rows that have nothing left to compute: the steps in flight bring their end. bool."""
         done_N = (self.tokens_N >= self.stop_at_N) | (self.planned_N == self.tokens_N)
-        return done_N & self.active_N & ~self.held_N
+        return done_N & self.active_N
 
     @property
     def num_ending(self) -> int:

@@ -40,6 +40,7 @@ struct Digits {
   int8_t* values;   // [tile][block][rows][digits][32]
   float* base;      // [tile][block][rows][digits]: 1.5 * 2^23 units
   int32_t* start;   // [tile][block][part][rows][digits]
+  // Of kFine digits only:
   float* sum;       // [tile][block][part][rows]: what a group's activations add up to, for offsets
   bool* wide;       // [tile][block]: whether any row's block is
 
@@ -378,7 +379,8 @@ JAXSERVE_AVX512 void MultiplyTile(const Weight& w, const Digits& x, int64_t tile
         }
       }
       AddDigits<kCount, kPlanes, 0, kCodes, kParts>(total, ws, values, of_part, zeros, start, base);
-      if (offset != nullptr) {
+      if constexpr (kCount > 1) {
+        if (offset == nullptr) continue;
         const __m512 wo = Floats(w, offset);
         offset += w.scale_bytes();
         ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
