@@ -21,6 +21,28 @@ JAXSERVE_INLINE float Widened(BFloat16 x) {
   return value;
 }
 
+// 16 stored numbers as floats, before any scale. GCC 12 widens to 64 bytes by five instructions where AVX-512
+// has one.
+template <Isa kIsa, typename KV>
+JAXSERVE_INLINE Lanes WidenBy(const KV* at) {
+#if JAXSERVE_X86
+  if constexpr (kIsa == Isa::kAvx512 && !std::is_same_v<KV, float> && !std::is_same_v<KV, Float8>) {
+    IntLanes wide;
+    const auto& stored = *reinterpret_cast<const char(*)[kLanes * sizeof(KV)]>(at);
+    if constexpr (std::is_same_v<KV, BFloat16>) {
+      asm("vpmovzxwd %1, %0" : "=v"(wide) : "m"(stored));
+      return reinterpret_cast<Lanes>(wide << 16);
+    } else if constexpr (std::is_same_v<KV, int16_t>) {
+      asm("vpmovsxwd %1, %0" : "=v"(wide) : "m"(stored));
+    } else {
+      asm("vpmovsxbd %1, %0" : "=v"(wide) : "m"(stored));
+    }
+    return __builtin_convertvector(wide, Lanes);
+  }
+#endif
+  return Widen(at);
+}
+
 // A thread's working memory.
 struct Workspace {
   float* q;       // [M][E], scaled
@@ -43,7 +65,7 @@ struct Workspace {
 
 // Scores of kRows queries [E] with kGroups groups of 16 keys [E][16], the elements in order, times the
 // keys' scales where they have any. ahead: for each group as much to ask memory for meanwhile, or null.
-template <int kRows, int kGroups, typename KV>
+template <Isa kIsa, int kRows, int kGroups, typename KV>
 JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* groups,
                                const KV* const* ahead, const float* k_scale, float* scores) {
   Lanes sum[kRows][kGroups] = {};
@@ -51,7 +73,7 @@ JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* group
     Lanes keys[kGroups];
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
-      keys[g] = Widen(groups[g] + e * kLanes);
+      keys[g] = WidenBy<kIsa>(groups[g] + e * kLanes);
       if (ahead != nullptr) __builtin_prefetch(ahead[g] + e * kLanes, 0, kFar);
     }
 #pragma GCC unroll 16
@@ -74,7 +96,7 @@ JAXSERVE_INLINE void ScoreTile(const float* q, int64_t E, const KV* const* group
 // Adds to kRows values, elements [e, e + 16 kVectors), what `keys` keys weigh, in order. kWhole: all
 // elements are before E, so that no load has to be cut (which would put the sums into memory). ahead: as
 // much to ask memory for meanwhile, or null.
-template <int kRows, int kVectors, bool kWhole, typename KV>
+template <Isa kIsa, int kRows, int kVectors, bool kWhole, typename KV>
 JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const KV* ahead, int64_t keys,
                                int64_t e, int64_t E, float* value, int64_t depth) {
   Lanes sum[kRows][kVectors];
@@ -88,7 +110,7 @@ JAXSERVE_INLINE void ValueTile(const float* weights, const KV* v, const KV* ahea
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
       const int64_t at = e + i * kLanes;
-      from[i] = kWhole ? Widen(v + k * E + at) : LoadVector(v + k * E, at, E);
+      from[i] = kWhole ? WidenBy<kIsa>(v + k * E + at) : LoadVector(v + k * E, at, E);
       if (ahead != nullptr) __builtin_prefetch(ahead + k * E + at, 0, kFar);
     }
 #pragma GCC unroll 16
@@ -138,7 +160,7 @@ struct ScoreOp {
                                   float* scores) {
     auto tile = [&](auto rows, auto columns, int64_t row, int64_t group)
                     __attribute__((always_inline)) {
-      ScoreTile<decltype(rows)::value, decltype(columns)::value>(
+      ScoreTile<kIsa, decltype(rows)::value, decltype(columns)::value>(
           q + row * E, E, groups + group, row == 0 ? ahead + group : nullptr,
           k_scale == nullptr ? nullptr : k_scale + group * kLanes,
           scores + row * kBlock + group * kLanes);
@@ -161,9 +183,9 @@ struct ValueOp {
       float* to = value + row * depth;
       const KV* next = row == 0 ? ahead : nullptr;
       if ((vector + kVectors) * kLanes <= E) {
-        ValueTile<kRows, kVectors, true>(w, v, next, keys, vector * kLanes, E, to, depth);
+        ValueTile<kIsa, kRows, kVectors, true>(w, v, next, keys, vector * kLanes, E, to, depth);
       } else {
-        ValueTile<kRows, kVectors, false>(w, v, next, keys, vector * kLanes, E, to, depth);
+        ValueTile<kIsa, kRows, kVectors, false>(w, v, next, keys, vector * kLanes, E, to, depth);
       }
     };
     Cover<kIsa, kMostRows<kIsa>>(M, depth / kLanes, tile);
