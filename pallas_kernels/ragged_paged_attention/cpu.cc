@@ -1,5 +1,4 @@
-// Ragged paged attention on the CPU: writes the step's K and V into their pages, then attends; the idea
-// is told in cpu.h.
+// Ragged paged attention on the CPU: a call, cut into tiles for the threads; the idea is told in cpu.h.
 
 #include <vector>
 
@@ -132,7 +131,7 @@ const char* Check(const Call<KV>& call) {
   if (call.num_rows < 0 || call.num_rows > call.S) return "num_rows beyond the table";
   if (call.cu_q_len_S1[0] != 0) return "cu_q_len does not start at 0";
   for (int64_t s = 0; s < call.num_rows; ++s) {
-    int64_t length = call.kv_len_S[s], tokens = call.cu_q_len_S1[s + 1] - call.cu_q_len_S1[s];
+    int64_t length = call.kv_len_S[s], tokens = call.Tokens(s);
     if (tokens < 0 || call.cu_q_len_S1[s + 1] > call.T) return "cu_q_len beyond the tokens";
     if (length < tokens || length > call.P * call.K) return "kv_len beyond the pages, or too short";
     for (int64_t p = call.FirstVisible(length - tokens) / call.K; p * call.K < length; ++p) {
@@ -202,7 +201,7 @@ Way<KV> ChooseWay(const Call<KV>& call) {
 template <typename KV>
 void Attend(const Call<KV>& call) {
   Team team;
-  WriteTokens(call, team);
+  WriteChunks(call, team);
   int64_t used = call.cu_q_len_S1[call.num_rows] * call.H * call.E, all = call.T * call.H * call.E;
   size_t size = call.bfloat16 ? sizeof(BFloat16) : sizeof(float);
   std::memset(static_cast<char*>(call.out_THE) + used * size, 0, (all - used) * size);

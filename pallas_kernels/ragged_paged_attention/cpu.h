@@ -57,10 +57,10 @@ struct Call {
 
   int64_t group() const { return H / J; }
   int64_t depth() const { return CeilDiv(E, kLanes) * kLanes; }
+  // How many tokens of this step a row has.
+  int64_t Tokens(int64_t s) const { return cu_q_len_S1[s + 1] - cu_q_len_S1[s]; }
   // Position of a row's first token of this step.
-  int64_t FirstPosition(int64_t s) const {
-    return kv_len_S[s] - (cu_q_len_S1[s + 1] - cu_q_len_S1[s]);
-  }
+  int64_t FirstPosition(int64_t s) const { return kv_len_S[s] - Tokens(s); }
   int64_t FirstVisible(int64_t position) const {
     return window == 0 ? 0 : std::max<int64_t>(0, position - window + 1);
   }
@@ -174,9 +174,21 @@ JAXSERVE_INLINE Lanes SoftCap(const Lanes& score, float cap) {
   return Select(NotANumber(score), score, cap * m / (m + 2.0f));
 }
 
-// Writes the step's keys and values into their pages.
+// Writes the keys and values of rows with several tokens into their pages.
 template <typename KV>
-void WriteTokens(const Call<KV>& call, const Team& team);
+void WriteChunks(const Call<KV>& call, const Team& team);
+// Writes the key and value of row s's token t for KV head j.
+template <typename KV>
+void WriteToken(const Call<KV>& call, int64_t s, int64_t j, int64_t t);
+
+// A row's only token is written when its block's turn has come: by then the page's lines, as many as a turned
+// key has elements, have been asked for, and nobody waits for them.
+template <typename KV>
+void WriteOnly(const Call<KV>& call, const Tile& tile, const Sight& sight) {
+  if (call.Tokens(tile.s) == 1 && sight.position < sight.base + kBlock) {
+    WriteToken(call, tile.s, tile.j, tile.t0);
+  }
+}
 
 // A way through a tile's segments. Its working memory starts at a multiple of 64 bytes.
 template <typename KV>

@@ -305,6 +305,7 @@ void Attend(const Call<KV>& call, const Tile& tile, int64_t segment, const Tile&
   for (int64_t base = segment * kSegment; base < (segment + 1) * kSegment; base += kBlock) {
     const Sight sight(call, tile, base);
     if (sight.from >= sight.to) continue;
+    WriteOnly(call, tile, sight);
     const KV* groups[kKeyGroups];
     FindKeys(call, tile, sight, work, groups);
     if (kCodes<KV>) CopyScales(call, tile, sight, work.k_scale, work.v_scale);

@@ -55,6 +55,7 @@ JAXSERVE_AMX void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t s
     const bool more = ahead.from < ahead.to;
     const Groups<KV> next(call, more ? tile : after,
                           more ? ahead : FirstSight(call, after, after.segment0));
+    WriteOnly(call, tile, sight);
     visit(sight, groups, next);
     if (!more || ahead.base >= (segment + 1) * kSegment) return;
     sight = ahead;

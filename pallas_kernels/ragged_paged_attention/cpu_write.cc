@@ -42,40 +42,49 @@ struct WriteOp {
 };
 
 template <typename KV, typename Number>
-void WriteToken(const Call<KV>& call, int64_t s, int64_t t) {
+void WriteVectors(const Call<KV>& call, int64_t s, int64_t j, int64_t t) {
   auto write = PerIsa<WriteOp<KV, Number>, typename WriteOp<KV, Number>::Signature>::For(call.isa);
   int64_t position = call.FirstPosition(s) + t - call.cu_q_len_S1[s];
-  for (int64_t j = 0; j < call.J; ++j) {
-    int64_t from = (t * call.J + j) * call.E;
-    float* k_scale = kCodes<KV> ? call.ScaleAt(s, j, position) : nullptr;
-    float* v_scale = kCodes<KV> ? k_scale + call.K : nullptr;
-    write(static_cast<const Number*>(call.k_TJE) + from, call.E, call.KeyAt(s, j, position),
-          call.lanes(), k_scale);
-    write(static_cast<const Number*>(call.v_TJE) + from, call.E, call.ValueAt(s, j, position), 1,
-          v_scale);
-  }
+  int64_t from = (t * call.J + j) * call.E;
+  float* k_scale = kCodes<KV> ? call.ScaleAt(s, j, position) : nullptr;
+  float* v_scale = kCodes<KV> ? k_scale + call.K : nullptr;
+  write(static_cast<const Number*>(call.k_TJE) + from, call.E, call.KeyAt(s, j, position), call.lanes(),
+        k_scale);
+  write(static_cast<const Number*>(call.v_TJE) + from, call.E, call.ValueAt(s, j, position), 1, v_scale);
 }
 
 }  // namespace
 
 template <typename KV>
-void WriteTokens(const Call<KV>& call, const Team& team) {
+void WriteToken(const Call<KV>& call, int64_t s, int64_t j, int64_t t) {
+  call.bfloat16 ? WriteVectors<KV, BFloat16>(call, s, j, t) : WriteVectors<KV, float>(call, s, j, t);
+}
+
+template <typename KV>
+void WriteChunks(const Call<KV>& call, const Team& team) {
   const int32_t* starts = call.cu_q_len_S1;
-  int64_t used = starts[call.num_rows];
-  team.ForEach(CeilDiv(used, kTaskTokens), [&](int64_t task, int) {
-    int64_t first = task * kTaskTokens, end = std::min(first + kTaskTokens, used);
+  int64_t row = 0;
+  while (row < call.num_rows && call.Tokens(row) <= 1) ++row;
+  const int64_t begin = starts[row], used = starts[call.num_rows];
+  team.ForEach(CeilDiv(used - begin, kTaskTokens), [&](int64_t task, int) {
+    int64_t first = begin + task * kTaskTokens, end = std::min(first + kTaskTokens, used);
     int64_t s = std::upper_bound(starts, starts + call.num_rows, first) - starts - 1;
     for (int64_t t = first; t < end; ++t) {
       while (t >= starts[s + 1]) ++s;
-      call.bfloat16 ? WriteToken<KV, BFloat16>(call, s, t) : WriteToken<KV, float>(call, s, t);
+      for (int64_t j = 0; j < call.J && call.Tokens(s) > 1; ++j) WriteToken(call, s, j, t);
     }
   });
 }
 
-template void WriteTokens(const Call<float>&, const Team&);
-template void WriteTokens(const Call<BFloat16>&, const Team&);
-template void WriteTokens(const Call<int16_t>&, const Team&);
-template void WriteTokens(const Call<int8_t>&, const Team&);
-template void WriteTokens(const Call<Float8>&, const Team&);
+template void WriteToken(const Call<float>&, int64_t, int64_t, int64_t);
+template void WriteChunks(const Call<float>&, const Team&);
+template void WriteToken(const Call<BFloat16>&, int64_t, int64_t, int64_t);
+template void WriteChunks(const Call<BFloat16>&, const Team&);
+template void WriteToken(const Call<int16_t>&, int64_t, int64_t, int64_t);
+template void WriteChunks(const Call<int16_t>&, const Team&);
+template void WriteToken(const Call<int8_t>&, int64_t, int64_t, int64_t);
+template void WriteChunks(const Call<int8_t>&, const Team&);
+template void WriteToken(const Call<Float8>&, int64_t, int64_t, int64_t);
+template void WriteChunks(const Call<Float8>&, const Team&);
 
 }  // namespace jaxserve::attention
