@@ -94,11 +94,9 @@ def ragged_paged_attention(
     _, _, J, _, K, _ = kv_pages.data.shape
     kernel = launcher(kernel)
     kv_pages = write(k_TJE, v_TJE, kv_pages, batch, layer)
-    block = kernel.block_tokens(E)
     plan = functools.partial(
         Plan,
-        group=H // J, head_dim=E, page_size=K, block_tokens=block,
-        scale=scale, window=window, soft_cap=soft_cap,
+        group=H // J, head_dim=E, page_size=K, scale=scale, window=window, soft_cap=soft_cap,
     )  # fmt: skip
     sink = jnp.full((J, H // J), NEGATIVE, jnp.float32)
     if sinks is not None:
@@ -113,11 +111,12 @@ def ragged_paged_attention(
 
     rows = min(batch.kv_len_S.shape[0], T)
     longest = batch.page_table_SP.shape[1] * K
+    block = kernel.block_tokens(E, decode=True)
     split = max(SPLIT_TOKENS, pl.cdiv(longest, MAX_SPLITS * block) * block)
     row_i = jnp.arange(rows, dtype=jnp.int32)
     end_i = jnp.where(row_i < num_decode, batch.kv_len_S[:rows], 0)
     parts = kernel.decode(
-        plan(tile_tokens=1, split_tokens=split),
+        plan(tile_tokens=1, block_tokens=block, split_tokens=split),
         work(
             row_i=row_i, token_i=row_i, first_i=end_i - 1, end_i=end_i, tile_T=row_i, place_T=row_i
         ),
@@ -133,7 +132,11 @@ def ragged_paged_attention(
         real_i = jnp.arange(tiles.row_i.shape[0], dtype=jnp.int32) < tiles.counts[0]
         end_i = jnp.where(real_i, tiles.end_i, tiles.first_i)  # an empty tile writes nothing
         mixed_out = kernel.mixed(
-            plan(tile_tokens=tile, split_tokens=None),
+            plan(
+                tile_tokens=tile,
+                block_tokens=kernel.block_tokens(E, decode=False),
+                split_tokens=None,
+            ),
             work(
                 row_i=tiles.row_i, token_i=tokens_it[:, 0], first_i=tiles.first_i, end_i=end_i,
                 tile_T=tile_T, place_T=place_T,

@@ -41,12 +41,17 @@ class MosaicPlan(Plan):
         return min(self.page_size, self.block_tokens)
 
     @property
+    def has_reader(self):
+        """Whether a warpgroup of its own copies. In decode the first of few does, to save registers."""
+        return self.split_tokens is None and self.head_dim <= 128
+
+    @property
     def out_rows(self):
         """Rows of a decode tile that are stored: a swizzle repeats every eight."""
         return -(-self.group // 8) * 8
 
 
-def block_tokens(head_dim: int) -> int:
+def block_tokens(head_dim: int, decode: bool) -> int:
     """KV tokens of one step of a program's loop."""
     return 64
 
@@ -72,7 +77,7 @@ def decode(plan, work, *, splits, interpret):
 def mixed(plan, work, *, interpret):
     """-> outputs [T, J, group, E] of the tiles' tokens; the others are not written."""
     _, J, group, E = work.q.shape
-    plan = _plan(plan, work, groups=GROUPS, stages=2, interpret=interpret)
+    plan = _plan(plan, work, groups=GROUPS, stages=4 if E <= 128 else 2, interpret=interpret)
     tiles = work.row_i.shape[0]
     out = jax.ShapeDtypeStruct((tiles * J, GROUPS * ROWS, E), work.q.dtype)
     (out,) = _launch(plan, work, [out], 1)
@@ -104,7 +109,7 @@ def _launch(plan, work, out_type, splits):
         out_type=out_type,
         grid=(splits, J, work.row_i.shape[0]),
         grid_names=("split", "head", "tile"),
-        num_threads=plan.groups + 1,
+        num_threads=plan.groups + plan.has_reader,
         thread_name="warpgroup",
         scratch_types=_scratch(plan, work.q.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -121,17 +126,17 @@ def _scratch(plan, dtype):
     E, B, stages = plan.head_dim, plan.block_tokens, plan.stages
     scratch = dict(
         q_ref=_tiled((plan.groups, ROWS, E), dtype),
-        k_ref=_tiled((stages, B, E), dtype),
-        v_ref=_tiled((stages, B, E), dtype),
+        ring=[_tiled((stages, B, E), dtype), _tiled((stages, B, E), dtype)],
         k_full=plgpu.Barrier(num_arrivals=B // plan.copy_tokens, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=B // plan.copy_tokens, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=plan.groups, num_barriers=stages),
-        fixed=plgpu.Barrier(num_arrivals=plan.groups),
+        meeting=plgpu.Barrier(num_arrivals=plan.groups),
     )
     if plan.interpret:
         scratch["p_ref"] = _tiled((plan.groups, ROWS, B), dtype)
     if plan.split_tokens is not None:
-        scratch["value_ref"] = _tiled((plan.groups, ROWS, E), FLOAT32)
+        value = _tiled((plan.groups, ROWS, E), FLOAT32)
+        scratch["ring"] = plgpu.RefUnion(scratch["ring"], value)  # that of the last block is over
         scratch["sums_ref"] = plgpu.SMEM((2, plan.groups * ROWS), FLOAT32)
     return scratch
 
@@ -146,76 +151,94 @@ def _tiled(shape, dtype):
 
 def _kernel(
     layer_ref, page_table_ref, row_i_ref, token_i_ref, first_i_ref, end_i_ref, q_in, sink_in,
-    pages_in, *out_refs, plan, **scratch,
+    pages_in, *out_refs, plan, ring, **scratch,
 ):  # fmt: skip
     """Program (split, KV head, tile). Positions [first, end) are the tile's own tokens'."""
+    if plan.split_tokens is not None:
+        ring, scratch["value_ref"] = ring
+    scratch["k_ref"], scratch["v_ref"] = ring
     split, head, tile = (lax.axis_index(name) for name in ("split", "head", "tile"))
     first, end = first_i_ref[tile], end_i_ref[tile]
     begin, stop, active = span(plan, first, end, split)
     thread = lax.axis_index("warpgroup")
+    blocks = lax.div(begin, plan.block_tokens), pl.cdiv(stop, plan.block_tokens)
 
-    @pl.when(active & (thread == plan.groups))
+    @pl.when(active)
     def _():
-        plane = (layer_ref[0] * plan.num_pages, head)
-        _read(plan, begin, stop, plane, row_i_ref[tile], page_table_ref, pages_in, scratch)
-
-    @pl.when(active & (thread < plan.groups))
-    def _():
-        q_row = token_i_ref[tile] * plan.group + thread * ROWS
-        q_ref = scratch["q_ref"].at[thread]
-        q_ref[...] = plgpu.load(
-            q_in.at[head, pl.ds(q_row, ROWS)], layout=WGMMA, optimized=False
+        plane = layer_ref[0] * plan.num_pages, head
+        find, copy = _reader(
+            plan, begin, stop, blocks, plane, row_i_ref.at[tile], page_table_ref, pages_in, scratch
         )
-        plgpu.commit_smem()
-        state = _attend(plan, thread, first, begin, stop, scratch)
-        if plan.split_tokens is None:
-            sink = plgpu.load(
-                sink_in.at[head, pl.ds(thread * ROWS, ROWS)], layout=BY_ROW, optimized=False
-            )
-            _store(plan, thread, state, sink, tile * plan.num_heads + head, out_refs, scratch)
+        if plan.has_reader:
+
+            @pl.when(thread == plan.groups)
+            def _():
+                pl.loop(*blocks)(lambda b: copy(b, find(b)))
+
         else:
-            line = (tile * (lax.axis_size("split")) + split) * plan.num_heads + head
-            _store_part(plan, thread, state, line, out_refs, scratch)
+            for b in range(plan.stages):
+                b = blocks[0] + b
+                pl.when((thread == 0) & (b < blocks[1]))(lambda b=b: copy(b, find(b)))
+
+        @pl.when(thread < plan.groups)
+        def _():
+            rows = pl.ds(token_i_ref[tile] * plan.group + thread * ROWS, ROWS)
+            scratch["q_ref"][thread] = plgpu.load(
+                q_in.at[head, rows], layout=WGMMA, optimized=False
+            )
+            plgpu.commit_smem()
+            ahead = None if plan.has_reader else (find, copy)
+            state = _attend(plan, thread, first, begin, stop, blocks, ahead, scratch)
+            if plan.split_tokens is None:
+                line = tile * plan.num_heads + head
+                sink_ref = sink_in.at[head, pl.ds(thread * ROWS, ROWS)]
+                _store(plan, thread, state, sink_ref, line, out_refs, scratch)
+            else:
+                line = (tile * lax.axis_size("split") + split) * plan.num_heads + head
+                _store_part(plan, thread, state, line, out_refs, scratch)
 
 
-def _read(plan, begin, stop, plane, row, page_table_ref, pages_in, scratch):
-    """Copies the row's blocks into the ring: only pages that hold positions [begin, stop)."""
+def _reader(plan, begin, stop, blocks, plane, row_ref, page_table_ref, pages_in, scratch):
+    """-> find(b): where block b's pages are; copy(b, those): copies them into the ring.
+
+    Only pages that hold positions [begin, stop) are read.
+    """
     layer_page, head = plane
-    B, size, step = plan.block_tokens, plan.page_size, plan.copy_tokens
-    first_block = lax.div(begin, B)
+    size, step = plan.page_size, plan.copy_tokens
     lowest, highest = lax.div(begin, size), lax.div(stop - 1, size)
+    row = row_ref[...]
 
-    def read(b, _):
-        index = b - first_block
-        slot = lax.rem(index, plan.stages)
-        pages = []
-        for at in range(0, B, step):
-            position = b * B + at
+    def find(b):
+        places = []
+        for at in range(0, plan.block_tokens, step):
+            position = b * plan.block_tokens + at
             # Outside of what is seen, copy what is seen again: a barrier counts its copies.
             p = jnp.clip(lax.div(position, size), lowest, highest)
-            pages.append((at, page_table_ref[row, p], lax.rem(position, size)))
+            places.append((at, page_table_ref[row, p], lax.rem(position, size) if size > step else 0))
+        return places
 
-        @pl.when(index >= plan.stages)
-        def _():
-            plgpu.barrier_wait(scratch["empty"].at[slot])
-
+    def copy(b, places):
+        index = b - blocks[0]
+        slot = lax.rem(index, plan.stages)
+        pl.when(index >= plan.stages)(lambda: plgpu.barrier_wait(scratch["empty"].at[slot]))
         for kind, name in enumerate(("k", "v")):
-            for at, page, within in pages:
+            for at, page, within in places:
                 plane = ((layer_page + page) * plan.num_heads + head) * 2 + kind
                 plgpu.copy_gmem_to_smem(
                     pages_in.at[plane, pl.ds(within, step)],
                     scratch[f"{name}_ref"].at[slot, pl.ds(at, step)],
                     scratch[f"{name}_full"].at[slot],
                 )
-        return _
 
-    lax.fori_loop(first_block, pl.cdiv(stop, B), read, None)
+    return find, copy
 
 
-def _attend(plan, thread, first, begin, stop, scratch):
-    """-> (maximum [R], sum [R], values [R, E]) of the running softmax after the last block."""
+def _attend(plan, thread, first, begin, stop, blocks, ahead, scratch):
+    """-> (maximum [R], sum [R], values [R, E]) of the running softmax after the last block.
+
+    ahead: the reader, where this warpgroup is that too.
+    """
     B = plan.block_tokens
-    first_block = lax.div(begin, B)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW) + thread * ROWS
     position = first + lax.div(row, plan.group)
     lowest = first + lax.div(thread * ROWS, plan.group)  # the positions of the first row
@@ -224,7 +247,7 @@ def _attend(plan, thread, first, begin, stop, scratch):
     def attend(b, state):
         most, total, value = state
         start = b * B
-        slot = lax.rem(b - first_block, plan.stages)
+        slot = lax.rem(b - blocks[0], plan.stages)
         plgpu.barrier_wait(scratch["k_full"].at[slot])
         k_ref, v_ref = scratch["k_ref"].at[slot], scratch["v_ref"].at[slot]
 
@@ -248,16 +271,22 @@ def _attend(plan, thread, first, begin, stop, scratch):
         p_RB = jnp.exp2(s_RB - _across(new_most, B))
         total = keep * total + jnp.sum(p_RB, axis=1)
         p_RB = p_RB.astype(jnp.bfloat16)
+        if ahead is not None:
+            find, copy = ahead
+            places = find(b + plan.stages)  # early: the page table is far away
         plgpu.barrier_wait(scratch["v_full"].at[slot])
 
         @pl.when((start < begin) | (start + B > stop))
         def _():
-            _zero_unseen(plan, thread, v_ref, begin - start, stop - start, scratch["fixed"])
+            _zero_unseen(plan, thread, v_ref, begin - start, stop - start, scratch["meeting"])
 
         value = _across(keep, plan.head_dim) * value
         p_ref = scratch["p_ref"].at[thread] if plan.interpret else None
         value = _add_product(plan, value, p_RB, v_ref, p_ref)
         plgpu.barrier_arrive(scratch["empty"].at[slot])
+        if ahead is not None:
+            more = (thread == 0) & (b + plan.stages < blocks[1])
+            pl.when(more)(lambda: copy(b + plan.stages, places))
         return new_most, total, value
 
     full = lambda number, *shape, layout: plgpu.layout_cast(jnp.full(shape, number, FLOAT32), layout)
@@ -266,7 +295,7 @@ def _attend(plan, thread, first, begin, stop, scratch):
         full(0, ROWS, layout=BY_ROW),
         full(0, ROWS, plan.head_dim, layout=WGMMA),
     )
-    return lax.fori_loop(first_block, pl.cdiv(stop, B), attend, state)
+    return lax.fori_loop(*blocks, attend, state)
 
 
 def _add_product(plan, value, p_RB, v_ref, p_ref):
@@ -310,7 +339,7 @@ def _mask(plan, s_RB, position_R, begin, stop):
     return jnp.where(seen, s_RB, NEGATIVE)
 
 
-def _zero_unseen(plan, thread, v_ref, begin, stop, fixed):
+def _zero_unseen(plan, thread, v_ref, begin, stop, meeting):
     """Zeroes V outside of the block's [begin, stop): it may be NaN, and 0 * NaN is NaN."""
     panel = plan.head_dim if plan.head_dim % 64 else 64
     for chunk in range(plan.block_tokens // ROWS):
@@ -325,13 +354,19 @@ def _zero_unseen(plan, thread, v_ref, begin, stop, fixed):
             plgpu.commit_smem()
 
     if plan.groups > 1:
-        plgpu.barrier_arrive(fixed)
-        plgpu.barrier_wait(fixed)
+        _meet(meeting)
 
 
-def _store(plan, thread, state, sink, line, out_refs, scratch):
+def _meet(barrier):
+    """Waits for the other compute warpgroups."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _store(plan, thread, state, sink_ref, line, out_refs, scratch):
     """Stores finished outputs, through the shared memory that held the queries."""
     most, total, value = state
+    sink = plgpu.load(sink_ref, layout=BY_ROW, optimized=False)
     total = total + jnp.exp2(sink - most)
     out_ref = scratch["q_ref"].at[thread]
     out_ref[...] = (value / _across(total, plan.head_dim)).astype(out_ref.dtype)
@@ -343,6 +378,8 @@ def _store(plan, thread, state, sink, line, out_refs, scratch):
 def _store_part(plan, thread, state, line, out_refs, scratch):
     """Stores a split's maxima, sums and values, of the rows that matter."""
     *sums, value = state
+    if plan.groups > 1:  # the other may still read the ring, where the values go
+        _meet(scratch["meeting"])
     rows = pl.ds(thread * ROWS, ROWS)
     scratch["value_ref"][thread] = value
     for i, number in enumerate(sums):
