@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,9 @@ def _launch(plan, work, out_type, splits):
         num_threads=plan.groups + plan.has_reader,
         thread_name="warpgroup",
         scratch_types=_scratch(plan, work.q.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
         kernel_name=f"ragged_paged_attention_{kind}",
         interpret=plgpu.InterpretGPUParams(detect_races=True) if plan.interpret else None,
     )(
@@ -183,9 +186,7 @@ def _kernel(
         @pl.when(thread < plan.groups)
         def _():
             rows = pl.ds(token_i_ref[tile] * plan.group + thread * ROWS, ROWS)
-            scratch["q_ref"][thread] = plgpu.load(
-                q_in.at[head, rows], layout=WGMMA, optimized=False
-            )
+            scratch["q_ref"][thread] = _load(q_in.at[head, rows], WGMMA)
             plgpu.commit_smem()
             ahead = None if plan.has_reader else (find, copy)
             state = _attend(plan, thread, first, begin, stop, blocks, ahead, scratch)
@@ -313,6 +314,12 @@ def _add_product(plan, value, p_RB, v_ref, p_ref):
     return multiply(plgpu.ACC.init(value))
 
 
+def _load(ref, layout):
+    """Loads all of a reference, from wherever it is."""
+    index = [...] if "idx" in inspect.signature(plgpu.load).parameters else []  # jax 0.10
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
 def _across(number_R, columns):
     return lax.broadcast_in_dim(number_R, (ROWS, columns), [0])
 
@@ -348,7 +355,7 @@ def _zero_unseen(plan, thread, v_ref, begin, stop, meeting):
         def _():
             for column in range(0, plan.head_dim, panel):
                 at = (pl.ds(chunk * ROWS, ROWS), pl.ds(column, panel))
-                v = plgpu.load(v_ref.at[at], layout=WGMMA, optimized=False)
+                v = _load(v_ref.at[at], WGMMA)
                 token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=WGMMA) + chunk * ROWS
                 v_ref[at] = jnp.where((token >= begin) & (token < stop), v, jnp.zeros_like(v))
             plgpu.commit_smem()
@@ -366,7 +373,7 @@ def _meet(barrier):
 def _store(plan, thread, state, sink_ref, line, out_refs, scratch):
     """Stores finished outputs, through the shared memory that held the queries."""
     most, total, value = state
-    sink = plgpu.load(sink_ref, layout=BY_ROW, optimized=False)
+    sink = _load(sink_ref, BY_ROW)
     total = total + jnp.exp2(sink - most)
     out_ref = scratch["q_ref"].at[thread]
     out_ref[...] = (value / _across(total, plan.head_dim)).astype(out_ref.dtype)
