@@ -24,6 +24,7 @@ from .gpu import LOG2_E, NEGATIVE, Plan, span
 ROWS = 64  # of wgmma's left operand
 GROUPS = 2  # compute warpgroups that a tile of mixed rows fills
 WGMMA = plgpu.Layout.WGMMA
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one number a column
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # one number a row
 FLOAT32 = jnp.float32
 
@@ -34,12 +35,17 @@ class MosaicPlan(Plan):
     num_pages: int
     groups: int  # compute warpgroups
     stages: int  # blocks of the ring
+    page_dtype: jnp.dtype
     interpret: bool
 
     @property
     def copy_tokens(self):
         """Tokens that one copy brings: a page, or as much of it as a block has room for."""
         return min(self.page_size, self.block_tokens)
+
+    @property
+    def quantised(self):
+        return self.page_dtype.itemsize == 1
 
     @property
     def has_reader(self):
@@ -95,15 +101,19 @@ def _plan(plan, work, **sizes):
             f"attention on GPU through Mosaic serves no {data.dtype} cache with {work.q.dtype} "
             f"activations and {plan.group} query heads a KV head: choose attention_backend=reference"
         )
-    return MosaicPlan(**vars(plan), num_pages=data.shape[1], num_heads=data.shape[2], **sizes)
+    return MosaicPlan(
+        **vars(plan),
+        page_dtype=data.dtype, num_pages=data.shape[1], num_heads=data.shape[2], **sizes,
+    )  # fmt: skip
 
 
 def _launch(plan, work, out_type, splits):
     _, J, group, E = work.q.shape
-    rows, data = plan.groups * ROWS, work.kv_pages.data
+    rows, pages, data = plan.groups * ROWS, work.kv_pages, work.kv_pages.data
     # A tile's last box of rows may hang over the tokens.
     q = jnp.pad(work.q.swapaxes(0, 1).reshape(J, -1, E), ((0, 0), (0, rows), (0, 0)))
     sink = jnp.tile(work.sink, (1, pl.cdiv(rows, group)))[:, :rows]
+    scales = () if pages.scale is None else (pages.scale.reshape(-1, *pages.scale.shape[-2:]),)
     kind = "mixed" if plan.split_tokens is None else "decode"
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -120,46 +130,54 @@ def _launch(plan, work, out_type, splits):
         interpret=plgpu.InterpretGPUParams(detect_races=True) if plan.interpret else None,
     )(
         work.layer, work.page_table_SP, work.row_i, work.token_i, work.first_i, work.end_i,
-        q, sink, data.reshape(-1, *data.shape[-2:]),
+        q, sink, data.reshape(-1, *data.shape[-2:]), *scales,
     )  # fmt: skip
 
 
 def _scratch(plan, dtype):
     """Shared memory and barriers of a program."""
     E, B, stages = plan.head_dim, plan.block_tokens, plan.stages
+    copies = B // plan.copy_tokens
+    ring = [_tiled((stages, B, E), plan.page_dtype), _tiled((stages, B, E), plan.page_dtype)]
     scratch = dict(
         q_ref=_tiled((plan.groups, ROWS, E), dtype),
-        ring=[_tiled((stages, B, E), dtype), _tiled((stages, B, E), dtype)],
-        k_full=plgpu.Barrier(num_arrivals=B // plan.copy_tokens, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=B // plan.copy_tokens, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=copies * (1 + plan.quantised), num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=plan.groups, num_barriers=stages),
         meeting=plgpu.Barrier(num_arrivals=plan.groups),
     )
+    if plan.quantised:
+        ring += [_tiled((B, E), dtype), _tiled((B, E), dtype)]
+        scratch["page_scales"] = plgpu.SMEM((stages, copies, 2, plan.copy_tokens), FLOAT32)
+        scratch["scales"] = plgpu.SMEM((2, B), FLOAT32)
     if plan.interpret:
         scratch["p_ref"] = _tiled((plan.groups, ROWS, B), dtype)
     if plan.split_tokens is not None:
         value = _tiled((plan.groups, ROWS, E), FLOAT32)
-        scratch["ring"] = plgpu.RefUnion(scratch["ring"], value)  # that of the last block is over
+        ring = plgpu.RefUnion(ring, value)  # the values are stored when the ring is over
         scratch["sums_ref"] = plgpu.SMEM((2, plan.groups * ROWS), FLOAT32)
-    return scratch
+    return scratch | dict(ring=ring)
 
 
 def _tiled(shape, dtype):
     """Shared memory in the order that TMA writes and wgmma reads without bank conflicts."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(size for size in (128, 64, 32) if row_bytes % size == 0)
+    swizzle = next((size for size in (128, 64, 32) if row_bytes % size == 0), None)
+    if swizzle is None:  # heads of 80 in codes, which wgmma does not read
+        return plgpu.SMEM(shape, dtype)
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def _kernel(
     layer_ref, page_table_ref, row_i_ref, token_i_ref, first_i_ref, end_i_ref, q_in, sink_in,
-    pages_in, *out_refs, plan, ring, **scratch,
+    pages_in, *refs, plan, ring, **scratch,
 ):  # fmt: skip
     """Program (split, KV head, tile). Positions [first, end) are the tile's own tokens'."""
     if plan.split_tokens is not None:
         ring, scratch["value_ref"] = ring
-    scratch["k_ref"], scratch["v_ref"] = ring
+    scratch["k_ref"], scratch["v_ref"], *scratch["block"] = ring
+    scales_in, *out_refs = refs if plan.quantised else (None, *refs)
     split, head, tile = (lax.axis_index(name) for name in ("split", "head", "tile"))
     first, end = first_i_ref[tile], end_i_ref[tile]
     begin, stop, active = span(plan, first, end, split)
@@ -170,8 +188,9 @@ def _kernel(
     def _():
         plane = layer_ref[0] * plan.num_pages, head
         find, copy = _reader(
-            plan, begin, stop, blocks, plane, row_i_ref.at[tile], page_table_ref, pages_in, scratch
-        )
+            plan, begin, stop, blocks, plane, row_i_ref.at[tile], page_table_ref, pages_in, scales_in,
+            scratch,
+        )  # fmt: skip
         if plan.has_reader:
 
             @pl.when(thread == plan.groups)
@@ -199,7 +218,9 @@ def _kernel(
                 _store_part(plan, thread, state, line, out_refs, scratch)
 
 
-def _reader(plan, begin, stop, blocks, plane, row_ref, page_table_ref, pages_in, scratch):
+def _reader(
+    plan, begin, stop, blocks, plane, row_ref, page_table_ref, pages_in, scales_in, scratch
+):
     """-> find(b): where block b's pages are; copy(b, those): copies them into the ring.
 
     Only pages that hold positions [begin, stop) are read.
@@ -215,20 +236,27 @@ def _reader(plan, begin, stop, blocks, plane, row_ref, page_table_ref, pages_in,
             position = b * plan.block_tokens + at
             # Outside of what is seen, copy what is seen again: a barrier counts its copies.
             p = jnp.clip(lax.div(position, size), lowest, highest)
-            places.append((at, page_table_ref[row, p], lax.rem(position, size) if size > step else 0))
+            places.append((page_table_ref[row, p], lax.rem(position, size) if size > step else 0))
         return places
 
     def copy(b, places):
         index = b - blocks[0]
         slot = lax.rem(index, plan.stages)
         pl.when(index >= plan.stages)(lambda: plgpu.barrier_wait(scratch["empty"].at[slot]))
-        for kind, name in enumerate(("k", "v")):
-            for at, page, within in places:
-                plane = ((layer_page + page) * plan.num_heads + head) * 2 + kind
+        for i, (page, within) in enumerate(places):
+            page = (layer_page + page) * plan.num_heads + head
+            source, target = pl.ds(within, step), pl.ds(i * step, step)
+            for kind, name in enumerate(("k", "v")):
                 plgpu.copy_gmem_to_smem(
-                    pages_in.at[plane, pl.ds(within, step)],
-                    scratch[f"{name}_ref"].at[slot, pl.ds(at, step)],
+                    pages_in.at[page * 2 + kind, source],
+                    scratch[f"{name}_ref"].at[slot, target],
                     scratch[f"{name}_full"].at[slot],
+                )
+            if plan.quantised:
+                plgpu.copy_gmem_to_smem(
+                    scales_in.at[page, :, source],
+                    scratch["page_scales"].at[slot, i],
+                    scratch["k_full"].at[slot],
                 )
 
     return find, copy
@@ -245,18 +273,34 @@ def _attend(plan, thread, first, begin, stop, blocks, ahead, scratch):
     lowest = first + lax.div(thread * ROWS, plan.group)  # the positions of the first row
     highest = first + lax.div(thread * ROWS + (ROWS - 1), plan.group)  # ... and of the last
 
+    def pass_on(b, slot, places):
+        """A slot of the ring was read: it may be filled with another block."""
+        plgpu.barrier_arrive(scratch["empty"].at[slot])
+        if ahead is not None:
+            more = (thread == 0) & (b + plan.stages < blocks[1])
+            pl.when(more)(lambda: ahead[1](b + plan.stages, places))
+
     def attend(b, state):
         most, total, value = state
         start = b * B
         slot = lax.rem(b - blocks[0], plan.stages)
         plgpu.barrier_wait(scratch["k_full"].at[slot])
-        k_ref, v_ref = scratch["k_ref"].at[slot], scratch["v_ref"].at[slot]
+        if plan.quantised:
+            plgpu.barrier_wait(scratch["v_full"].at[slot])
+            _unpack(plan, thread, slot, scratch)
+            places = ahead and ahead[0](b + plan.stages)
+            k_ref, v_ref = scratch["block"]
+        else:
+            k_ref, v_ref = scratch["k_ref"].at[slot], scratch["v_ref"].at[slot]
 
         def scores(acc_ref):
             plgpu.wgmma(acc_ref, scratch["q_ref"].at[thread], k_ref.T)
             return acc_ref[...]
 
         s_RB = pl.run_scoped(scores, plgpu.ACC((ROWS, B), FLOAT32))
+        if plan.quantised:
+            pass_on(b, slot, places)
+            s_RB = s_RB * _across_rows(_load(scratch["scales"].at[0], BY_COLUMN))
         s_RB = _scaled(plan, s_RB)
         all_seen = (start + B <= jnp.minimum(lowest + 1, stop)) & (start >= begin)
         if plan.window is not None:
@@ -271,11 +315,15 @@ def _attend(plan, thread, first, begin, stop, blocks, ahead, scratch):
         keep = jnp.exp2(most - new_most)
         p_RB = jnp.exp2(s_RB - _across(new_most, B))
         total = keep * total + jnp.sum(p_RB, axis=1)
+        if plan.quantised:
+            column = plgpu.broadcasted_iota(jnp.int32, (B,), 0, layout=BY_COLUMN)
+            real = (column >= begin - start) & (column < stop - start)
+            v_scale = _load(scratch["scales"].at[1], BY_COLUMN)
+            p_RB = p_RB * _across_rows(jnp.where(real, v_scale, 0))
+        else:
+            places = ahead and ahead[0](b + plan.stages)  # early: the page table is far away
+            plgpu.barrier_wait(scratch["v_full"].at[slot])
         p_RB = p_RB.astype(jnp.bfloat16)
-        if ahead is not None:
-            find, copy = ahead
-            places = find(b + plan.stages)  # early: the page table is far away
-        plgpu.barrier_wait(scratch["v_full"].at[slot])
 
         @pl.when((start < begin) | (start + B > stop))
         def _():
@@ -284,10 +332,8 @@ def _attend(plan, thread, first, begin, stop, blocks, ahead, scratch):
         value = _across(keep, plan.head_dim) * value
         p_ref = scratch["p_ref"].at[thread] if plan.interpret else None
         value = _add_product(plan, value, p_RB, v_ref, p_ref)
-        plgpu.barrier_arrive(scratch["empty"].at[slot])
-        if ahead is not None:
-            more = (thread == 0) & (b + plan.stages < blocks[1])
-            pl.when(more)(lambda: copy(b + plan.stages, places))
+        if not plan.quantised:
+            pass_on(b, slot, places)
         return new_most, total, value
 
     full = lambda number, *shape, layout: plgpu.layout_cast(jnp.full(shape, number, FLOAT32), layout)
@@ -320,6 +366,10 @@ def _load(ref, layout):
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def _across_rows(number_B):
+    return lax.broadcast_in_dim(number_B, (ROWS, number_B.shape[0]), [1])
+
+
 def _across(number_R, columns):
     return lax.broadcast_in_dim(number_R, (ROWS, columns), [0])
 
@@ -346,15 +396,52 @@ def _mask(plan, s_RB, position_R, begin, stop):
     return jnp.where(seen, s_RB, NEGATIVE)
 
 
+def _panels(plan, width):
+    """Columns that registers take at once: whole ones of the tiles in shared memory."""
+    width = plan.head_dim if plan.head_dim % width else width
+    return [pl.ds(at, width) for at in range(0, plan.head_dim, width)]
+
+
+def _unpack(plan, thread, slot, scratch):
+    """Codes of the ring -> bfloat16 in the block that wgmma reads; their scales in one row."""
+    if plan.groups > 1:  # the other may still read the block
+        _meet(scratch["meeting"])
+    # Hopper casts 8-bit floats to float16 only. Every code is exact in all of these.
+    via = jnp.float16 if jnp.issubdtype(plan.page_dtype, jnp.floating) else jnp.bfloat16
+    part = 0
+    for codes, block in zip((scratch["k_ref"], scratch["v_ref"]), scratch["block"]):
+        for chunk in range(plan.block_tokens // ROWS):
+
+            @pl.when(thread == part % plan.groups)
+            def _():
+                rows = pl.ds(chunk * ROWS, ROWS)
+                for columns in _panels(plan, 128):
+                    at = (rows, columns)
+                    block[at] = _load(codes.at[(slot, *at)], WGMMA).astype(via).astype(block.dtype)
+
+            part += 1
+
+    @pl.when(thread == 0)
+    def _():
+        step = plan.copy_tokens
+        for kind in range(2):
+            for i in range(plan.block_tokens // step):
+                page = _load(scratch["page_scales"].at[slot, i, kind], BY_COLUMN)
+                scratch["scales"][kind, pl.ds(i * step, step)] = page
+
+    plgpu.commit_smem()
+    if plan.groups > 1:
+        _meet(scratch["meeting"])
+
+
 def _zero_unseen(plan, thread, v_ref, begin, stop, meeting):
     """Zeroes V outside of the block's [begin, stop): it may be NaN, and 0 * NaN is NaN."""
-    panel = plan.head_dim if plan.head_dim % 64 else 64
     for chunk in range(plan.block_tokens // ROWS):
 
         @pl.when(thread == chunk % plan.groups)
         def _():
-            for column in range(0, plan.head_dim, panel):
-                at = (pl.ds(chunk * ROWS, ROWS), pl.ds(column, panel))
+            for columns in _panels(plan, 64):
+                at = (pl.ds(chunk * ROWS, ROWS), columns)
                 v = _load(v_ref.at[at], WGMMA)
                 token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=WGMMA) + chunk * ROWS
                 v_ref[at] = jnp.where((token >= begin) & (token < stop), v, jnp.zeros_like(v))
