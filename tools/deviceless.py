@@ -136,8 +136,13 @@ def compile_attention(target: Target, args):
     import jax
     import jax.numpy as jnp
 
-    from jaxserve.pallas_kernels.ragged_paged_attention import api
+    from jaxserve.pallas_kernels.ragged_paged_attention import api, gpu
 
+    attend = functools.partial(api.ragged_paged_attention, backend=target.backend)
+    if args.kernel is not None:
+        if target.backend != "gpu":
+            raise Missing("--kernel is for --topology=h200")
+        attend = functools.partial(gpu.ragged_paged_attention, kernel=args.kernel)
     shape = head_shape(args.shape)
     print(f"\n{shape.name}")
     dtype = jnp.dtype(args.dtype)
@@ -151,10 +156,10 @@ def compile_attention(target: Target, args):
     sinks = array((shape.H,), jnp.float32) if shape.sinks else None
 
     def step(q, k, v, kv_pages, batch, layer, sinks):
-        return api.ragged_paged_attention(
+        return attend(
             q, k, v, kv_pages, batch,
             layer=layer, scale=shape.scale, window=shape.window, soft_cap=shape.soft_cap,
-            sinks=sinks, backend=target.backend,
+            sinks=sinks,
         )  # fmt: skip
 
     compiled = target.compile(
@@ -306,6 +311,9 @@ def parse(argv):
     parser.add_argument("--layers", type=int, default=None, help="of the step; default: all")
     parser.add_argument(
         "--shape", default="llama-3-8b", help="a name of shapes.py, all, or heads as 32/8/128"
+    )
+    parser.add_argument(
+        "--kernel", choices=["triton", "mosaic"], help="on h200; default: the one jaxserve uses"
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv_dtype", default=None, help="default: as --dtype")

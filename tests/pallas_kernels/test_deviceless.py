@@ -66,8 +66,28 @@ def test_a_whole_step_on_v5e():
 
 
 @CUDA
-def test_gemma_2_on_h200():
-    compile_here("--topology=h200", "--shape=gemma-2-9b")
+@pytest.mark.parametrize("kernel", ["--kernel=triton", "--kernel=mosaic"])
+def test_gemma_2_on_h200(kernel):
+    compile_here("--topology=h200", "--shape=gemma-2-9b", kernel)
+
+
+@CUDA
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kv_dtype", "shape", "count"),
+    [
+        ("bfloat16", "all", len(shapes.SHAPES)),
+        ("int8", "32/32/80", 1),
+        ("float8_e4m3fn", "llama-3-8b", 1),
+    ],
+)
+def test_mosaic_spills_no_register(kv_dtype, shape, count, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    printed = compile_here(
+        "--topology=h200", "--kernel=mosaic", f"--shape={shape}", f"--kv_dtype={kv_dtype}",
+        count=count,
+    )  # fmt: skip
+    assert re.findall(r"(\d+) bytes spill stores", printed) == ["0"] * (2 * count)
 
 
 @pytest.mark.parametrize(
