@@ -30,8 +30,9 @@ def test_bench_gpu_measures_every_part():
 def test_check_gpu_times_decode_beside_jax():
     """Its checks of results are test_attention_gpu.py's."""
     course = check_gpu.DRY
-    for measure in (check_gpu.time_step, check_gpu.time_jax_paged):
-        assert measure(course, course.shapes[0], course.decode) > 0
+    shape = course.shapes[0]
+    assert check_gpu.time_step(course, *course.kernels, shape, course.decode) > 0
+    assert check_gpu.time_jax_paged(course, shape, course.decode) > 0
 
 
 def test_a_part_that_fails_is_told_and_the_rest_goes_on():

@@ -1,12 +1,13 @@
-"""Checks and times the GPU attention kernel on the machine at hand (an H200, in under 8 minutes).
+"""Checks and times the GPU attention kernels on the machine at hand (an H200, in under 8 minutes).
 
     pip install -e ".[cuda]" && python tools/check_gpu.py
     python tools/check_gpu.py --dry_run      the same course in small, interpreted, on any machine
 
-First the results: every head shape against the jnp reference on the CPU, in a batch that mixes
-decode rows, chunks, empty rows and padding, NaN wherever no token is; 8-bit and float32 caches too.
-Then the times at full size, beside the card's own measured copy bandwidth and matrix rate, and
-jax's pallas paged attention on its decode shapes. Ends with one table; exit code 1 if a result is
+There are two, Triton and Mosaic, and what this prints is to choose between them. First the
+results: every head shape against the jnp reference on the CPU, in a batch that mixes decode rows,
+chunks, empty rows and padding, NaN wherever no token is; 8-bit and float32 caches too. Then the
+times at full size, beside the card's own measured copy bandwidth and matrix rate, and jax's pallas
+paged attention on its decode shapes. Ends with one table; exit code 1 if a result is
 wrong or a kernel does not run, which stops nothing else. Times are medians of chained calls: the
 cache of one is donated to the next. No shape is checked after two thirds of --seconds, or timed
 after --seconds. Where nothing can be downloaded and Python has jax with CUDA:
@@ -45,6 +46,7 @@ MIXED_ROWS = shapes.BatchShape(
 class Course:
     """How large everything is; `interpret` runs the kernels on a CPU."""
 
+    kernels: tuple[str, ...]
     shapes: tuple[shapes.HeadShape, ...]
     timed: int  # of the shapes, the first
     checked: shapes.BatchShape
@@ -60,6 +62,7 @@ class Course:
 
 
 FULL = Course(
+    kernels=gpu.LAUNCHERS,
     shapes=shapes.SHAPES,
     timed=len(shapes.SHAPES),
     checked=MIXED_ROWS,
@@ -74,6 +77,7 @@ FULL = Course(
     interpret=False,
 )
 DRY = Course(
+    kernels=("triton",),  # Mosaic's interpreter wants a thread for each warpgroup
     shapes=tuple(shape.scaled(heads=2, window=24) for shape in shapes.SHAPES),
     timed=1,
     checked=shapes.BatchShape("small", ((1, 33), (1, 1), (5, 40), (0, 0)), 1, 3),
@@ -89,10 +93,10 @@ DRY = Course(
 )
 
 
-def kernel(shape, course):
+def attention(kernel, shape, course):
     """(q, k, v, kv_pages, batch, sinks=) -> (out, kv_pages) on the GPU, or interpreted."""
     return functools.partial(
-        gpu.ragged_paged_attention, **options(shape), interpret=course.interpret
+        gpu.ragged_paged_attention, **options(shape), kernel=kernel, interpret=course.interpret
     )
 
 
@@ -103,23 +107,28 @@ def options(shape):
 # ---- results -----------------------------------------------------------------------------------
 
 
-def check(course, shape, dtype, kv_dtype, page_size):
-    """-> (largest error, error allowed). Both sides start from the same numbers of `dtype`."""
+def oracle(course, shape, dtype, kv_dtype, page_size):
+    """-> (a case, what the reference makes of it on the CPU). Both kernels start from the same
+    numbers of `dtype`."""
     case = shapes.make_case(shape, course.checked, page_size=page_size, seed=11)
-    q, k, v, pages, batch, sinks = shapes.place(case, "gpu", dtype, kv_dtype)
-    run = jax.jit(kernel(shape, course), donate_argnums=3)
-    out, pages = run(q, k, v, pages, batch, sinks=sinks)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         q, k, v, pages, batch, sinks = shapes.place(case, "reference", dtype, kv_dtype)
         wide = [x.astype(jnp.float32) for x in (q, k, v)]
-        oracle = functools.partial(
+        attend = functools.partial(
             api.ragged_paged_attention, **options(shape), backend="reference"
         )
-        want, _ = jax.jit(oracle)(*wide, pages, batch, sinks=sinks)
-    out, want = np.asarray(out.astype(jnp.float32)), np.asarray(want)
+        want, _ = jax.jit(attend)(*wide, pages, batch, sinks=sinks)
+    return case, np.asarray(want)
+
+
+def check(course, kernel, shape, dtype, kv_dtype, case, want):
+    """-> (largest error, error allowed)."""
+    q, k, v, pages, batch, sinks = shapes.place(case, "gpu", dtype, kv_dtype)
+    run = jax.jit(attention(kernel, shape, course), donate_argnums=3)
+    out, pages = run(q, k, v, pages, batch, sinks=sinks)
     # bfloat16 rounds probabilities and outputs; float32 matmuls add a few hundred products.
     allowed = 2e-5 if dtype == jnp.float32 else 2**-7 * max(1.0, float(np.abs(want).max()))
-    return float(np.max(np.abs(out - want))), allowed
+    return float(np.max(np.abs(np.asarray(out.astype(jnp.float32)) - want))), allowed
 
 
 def check_all(course, stop):
@@ -141,16 +150,21 @@ def check_all(course, stop):
             print(f"{label}  not checked: no time left", flush=True)
             good = False
             continue
-        try:
-            error, allowed = check(course, shape, dtype, kv_dtype, page_size)
-        except Exception as failure:  # one shape's compiler error must not hide the others' results
-            good = False
-            print(f"{label}  FAILED: {reason(failure)}", flush=True)
-            continue
-        right = error <= allowed  # False for NaN
-        good &= right
-        verdict = "ok" if right else "WRONG"
-        print(f"{label}  error {error:.1e} of {allowed:.1e}  {verdict}", flush=True)
+        case, want = oracle(course, shape, dtype, kv_dtype, page_size)
+        for kernel in course.kernels:
+            if dtype == jnp.float32 and kernel == "mosaic":
+                continue  # refused by name
+            line = f"{label}  {kernel:7s}"
+            try:
+                error, allowed = check(course, kernel, shape, dtype, kv_dtype, case, want)
+            except Exception as failure:  # one's compiler error must not hide the others' results
+                good = False
+                print(f"{line}  FAILED: {reason(failure)}", flush=True)
+                continue
+            right = error <= allowed  # False for NaN
+            good &= right
+            verdict = "ok" if right else "WRONG"
+            print(f"{line}  error {error:.1e} of {allowed:.1e}  {verdict}", flush=True)
     return good
 
 
@@ -219,9 +233,9 @@ def place_large(shape, rows):
     return (q, cache), (kv, batch, sinks)
 
 
-def time_step(course, shape, rows):
+def time_step(course, kernel, shape, rows):
     (q, cache), (kv, batch, sinks) = place_large(shape, rows)
-    run = kernel(shape, course)
+    run = attention(kernel, shape, course)
     step = jax.jit(
         lambda state, kv, batch, sinks: run(state[0], kv[0], kv[1], state[1], batch, sinks=sinks),
         donate_argnums=0,
@@ -252,27 +266,26 @@ def time_jax_paged(course, shape, rows):
         return None
 
 
-def time_shape(course, shape, bandwidth, rate):
-    """-> the shape's line of the final table."""
+def time_kernel(course, kernel, shape, theirs, bandwidth, rate):
+    """-> a kernel's line of the final table. theirs: seconds of jax's own kernel, or None."""
+    measure = functools.partial(time_step, course, kernel, shape)
     in_sight = sum(min(n, shape.window or n) for _, n in course.decode)
-    seconds = time_step(course, shape, course.decode)
+    seconds = measure(course.decode)
     share = in_sight * 2 * shape.J * shape.E * jnp.dtype(BF16).itemsize / seconds / bandwidth
-    theirs = time_jax_paged(course, shape, course.decode)
     versus = "-" if theirs is None else f"{theirs / seconds:.2f}x"
     n = course.prefill
     pairs = sum(min(p + 1, shape.window or n) for p in range(n))
-    prefill = 4 * pairs * shape.H * shape.E / time_step(course, shape, ((n, n),)) / rate
+    prefill = 4 * pairs * shape.H * shape.E / measure(((n, n),)) / rate
     ones, chunk = course.decodes_beside, (course.chunk,)
-    alone = max(time_step(course, shape, ones), time_step(course, shape, chunk))
-    mixed = time_step(course, shape, ones + chunk) / alone
+    mixed = measure(ones + chunk) / max(measure(ones), measure(chunk))
     return (
-        f"{shape.name:22s}{seconds * 1e3:9.3f} ms {share:7.0%} {versus:>9s} "
+        f"{shape.name:22s}{kernel:7s}{seconds * 1e3:9.3f} ms {share:7.0%} {versus:>9s} "
         f"{prefill:9.0%} {mixed:9.2f}"
     )
 
 
 def time_all(course, stop):
-    """-> (lines of the final table, whether every shape ran); none is begun after `stop`."""
+    """-> (lines of the final table, whether all ran); none is begun after `stop`."""
     bandwidth, rate = copy_bandwidth(course), matrix_rate(course)
     print(
         f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True
@@ -282,12 +295,14 @@ def time_all(course, stop):
         if time.perf_counter() > stop:
             lines.append(f"{shape.name:22s} not timed: no time left")
             continue
-        try:
-            lines.append(time_shape(course, shape, bandwidth, rate))
-        except Exception as failure:  # as in check_all
-            good = False
-            lines.append(f"{shape.name:22s} FAILED: {reason(failure)}")
-        print(lines[-1], flush=True)
+        theirs = time_jax_paged(course, shape, course.decode)
+        for kernel in course.kernels:
+            try:
+                lines.append(time_kernel(course, kernel, shape, theirs, bandwidth, rate))
+            except Exception as failure:  # as in check_all
+                good = False
+                lines.append(f"{shape.name:22s}{kernel:7s} FAILED: {reason(failure)}")
+            print(lines[-1], flush=True)
     return lines, good
 
 
@@ -314,7 +329,8 @@ def main(argv=None) -> int:
     print(f"\n{jax.devices()[0].device_kind}, {time.perf_counter() - began:.0f} s")
     print("decode: 64 rows at 4k. goals: 80% of copy, 50% of matmul, mixed 1.15 of its larger part")
     print(
-        f"{'shape':22s}{'decode':>12s} {'of copy':>7s} {'vs jax':>9s} {'prefill':>9s} {'mixed':>9s}"
+        f"{'shape':22s}{'kernel':7s}{'decode':>12s} {'of copy':>7s} {'vs jax':>9s} "
+        f"{'prefill':>9s} {'mixed':>9s}"
     )
     print("\n".join(lines))
     print("results: all right" if good else "results: WRONG or not known, see above")

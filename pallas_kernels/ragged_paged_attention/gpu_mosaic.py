@@ -49,7 +49,7 @@ class MosaicPlan(Plan):
 
     @property
     def has_reader(self):
-        """Whether a warpgroup of its own copies. In decode the first of few does, to save registers."""
+        """Whether a warpgroup of its own copies. In decode the first does: registers are few."""
         return self.split_tokens is None and self.head_dim <= 128
 
     @property
@@ -99,7 +99,8 @@ def _plan(plan, work, **sizes):
     if jnp.float32 in (work.q.dtype, data.dtype) or plan.group > GROUPS * ROWS:
         raise ValueError(
             f"attention on GPU through Mosaic serves no {data.dtype} cache with {work.q.dtype} "
-            f"activations and {plan.group} query heads a KV head: choose attention_backend=reference"
+            f"activations and {plan.group} query heads a KV head: choose "
+            "attention_backend=reference"
         )
     return MosaicPlan(
         **vars(plan),
@@ -188,8 +189,8 @@ def _kernel(
     def _():
         plane = layer_ref[0] * plan.num_pages, head
         find, copy = _reader(
-            plan, begin, stop, blocks, plane, row_i_ref.at[tile], page_table_ref, pages_in, scales_in,
-            scratch,
+            plan, begin, stop, blocks, plane, row_i_ref.at[tile], page_table_ref, pages_in,
+            scales_in, scratch,
         )  # fmt: skip
         if plan.has_reader:
 
@@ -336,7 +337,9 @@ def _attend(plan, thread, first, begin, stop, blocks, ahead, scratch):
             pass_on(b, slot, places)
         return new_most, total, value
 
-    full = lambda number, *shape, layout: plgpu.layout_cast(jnp.full(shape, number, FLOAT32), layout)
+    full = lambda number, *shape, layout: plgpu.layout_cast(
+        jnp.full(shape, number, FLOAT32), layout
+    )
     state = (
         full(NEGATIVE, ROWS, layout=BY_ROW),
         full(0, ROWS, layout=BY_ROW),
@@ -408,17 +411,17 @@ def _unpack(plan, thread, slot, scratch):
         _meet(scratch["meeting"])
     # Hopper casts 8-bit floats to float16 only. Every code is exact in all of these.
     via = jnp.float16 if jnp.issubdtype(plan.page_dtype, jnp.floating) else jnp.bfloat16
+
+    def unpack(codes, block, rows):
+        for columns in _panels(plan, 128):
+            numbers = _load(codes.at[slot, rows, columns], WGMMA).astype(via)
+            block[rows, columns] = numbers.astype(block.dtype)
+
     part = 0
     for codes, block in zip((scratch["k_ref"], scratch["v_ref"]), scratch["block"]):
-        for chunk in range(plan.block_tokens // ROWS):
-
-            @pl.when(thread == part % plan.groups)
-            def _():
-                rows = pl.ds(chunk * ROWS, ROWS)
-                for columns in _panels(plan, 128):
-                    at = (rows, columns)
-                    block[at] = _load(codes.at[(slot, *at)], WGMMA).astype(via).astype(block.dtype)
-
+        for at in range(0, plan.block_tokens, ROWS):
+            mine = thread == part % plan.groups
+            pl.when(mine)(functools.partial(unpack, codes, block, pl.ds(at, ROWS)))
             part += 1
 
     @pl.when(thread == 0)
@@ -436,17 +439,17 @@ def _unpack(plan, thread, slot, scratch):
 
 def _zero_unseen(plan, thread, v_ref, begin, stop, meeting):
     """Zeroes V outside of the block's [begin, stop): it may be NaN, and 0 * NaN is NaN."""
+
+    def zero(first):
+        for columns in _panels(plan, 64):
+            at = (pl.ds(first, ROWS), columns)
+            v = _load(v_ref.at[at], WGMMA)
+            token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=WGMMA) + first
+            v_ref[at] = jnp.where((token >= begin) & (token < stop), v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
     for chunk in range(plan.block_tokens // ROWS):
-
-        @pl.when(thread == chunk % plan.groups)
-        def _():
-            for columns in _panels(plan, 64):
-                at = (pl.ds(chunk * ROWS, ROWS), columns)
-                v = _load(v_ref.at[at], WGMMA)
-                token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=WGMMA) + chunk * ROWS
-                v_ref[at] = jnp.where((token >= begin) & (token < stop), v, jnp.zeros_like(v))
-            plgpu.commit_smem()
-
+        pl.when(thread == chunk % plan.groups)(functools.partial(zero, chunk * ROWS))
     if plan.groups > 1:
         _meet(meeting)
 
@@ -481,14 +484,14 @@ def _store_part(plan, thread, state, line, out_refs, scratch):
     plgpu.commit_smem()
     for i in range(2):
         plgpu.copy_smem_to_gmem(scratch["sums_ref"].at[i, rows], out_refs[1 + i].at[line, rows])
+
+    def store(group):  # its rows that matter: how many is known for each
+        kept = min(ROWS, plan.out_rows - group * ROWS)
+        plgpu.copy_smem_to_gmem(
+            scratch["value_ref"].at[group, pl.ds(0, kept)],
+            out_refs[0].at[line, pl.ds(group * ROWS, kept)],
+        )
+
     for group in range(plan.groups):
-
-        @pl.when(thread == group)
-        def _():
-            kept = min(ROWS, plan.out_rows - group * ROWS)
-            plgpu.copy_smem_to_gmem(
-                scratch["value_ref"].at[group, pl.ds(0, kept)],
-                out_refs[0].at[line, pl.ds(group * ROWS, kept)],
-            )
-
+        pl.when(thread == group)(functools.partial(store, group))
     plgpu.wait_smem_to_gmem(0)

@@ -21,6 +21,10 @@ from jaxserve.pallas_kernels.ragged_paged_attention import api, gpu, reference, 
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 # Two decode rows, the second in two splits of 512; a chunk in the middle of its row; an empty row.
 ROWS = shapes.BatchShape("rows", ((1, 33), (1, 530), (20, 47), (0, 0)), pad_rows=1, pad_tokens=3)
+# The same with a chunk of more blocks than are in flight, and tiles that end within a block.
+LONG_ROWS = shapes.BatchShape(
+    "long", ((1, 33), (1, 530), (45, 350), (0, 0)), pad_rows=1, pad_tokens=3
+)
 HEADS_OF_80 = shapes.HeadShape("heads of 80", 32, 32, 80)
 GROUP_OF_71 = shapes.HeadShape("group of 71", 71, 1, 96)
 MOSAIC = pytest.mark.skipif(
@@ -87,7 +91,7 @@ def run_mosaic(case, shape, page_dtype):
 
 def make_rounded(shape, page_size):
     """-> (a case of numbers that bfloat16 has, the same with the absolute values of V)."""
-    case = shapes.make_case(shape, ROWS, page_size=page_size, layers=2, layer=1, seed=9)
+    case = shapes.make_case(shape, LONG_ROWS, page_size=page_size, layers=2, layer=1, seed=9)
     for name in ("q_THE", "k_TJE", "v_TJE", "cache_LGJ2KE"):
         setattr(case, name, getattr(case, name).astype(jnp.bfloat16).astype(np.float32))
     positive = copy.deepcopy(case)
@@ -101,7 +105,9 @@ def assert_rounded_twice(out, want, want_of_positive):
 
     All else is float32: products of bfloat16 are exact in it, and exp2 is off by some 2e-7.
     """
-    np.testing.assert_array_less(np.abs(out - want), ROUNDED * (want_of_positive + np.abs(want)) + 1e-5)
+    np.testing.assert_array_less(
+        np.abs(out - want), ROUNDED * (want_of_positive + np.abs(want)) + 1e-5
+    )
 
 
 @MOSAIC
@@ -143,7 +149,11 @@ def test_mosaic_eight_bits(elsewhere, page_dtype):
 
 ALL_SHAPES = [*shapes.SHAPES, HEADS_OF_80, GROUP_OF_71]
 LOWERED = [
-    *(("triton", shape, kv) for shape in ALL_SHAPES for kv in ("bfloat16", "int8", "float8_e4m3fn")),
+    *(
+        ("triton", shape, kv)
+        for shape in ALL_SHAPES
+        for kv in ("bfloat16", "int8", "float8_e4m3fn")
+    ),
     *(("mosaic", shape, "bfloat16") for shape in ALL_SHAPES),
     *(("mosaic", shape, "int8") for shape in (shapes.SHAPES[0], HEADS_OF_80)),
     ("mosaic", shapes.SHAPES[0], "float8_e4m3fn"),
@@ -190,5 +200,5 @@ def test_a_jax_without_triton_uses_mosaic(monkeypatch):
 def test_what_mosaic_does_not_serve_is_told_with_a_remedy():
     shape = BY_NAME["smollm2"]
     case = shapes.make_case(shape, ROWS, page_size=16, layers=2, layer=1)
-    with pytest.raises(ValueError, match="float32 cache.*attention_backend=reference"):
+    with pytest.raises(ValueError, match=r"float32 cache.*attention_backend=reference"):
         run(gpu, case, shape, jnp.float32, kernel="mosaic")
