@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import threading
 from collections.abc import Callable
 
@@ -33,6 +34,9 @@ LIMITS = {
 }
 # Of one mask at once: 2 ms of whatever grammar, and all that most ever need.
 QUICK_LIMITS = LIMITS | {"step_lexer_fuel": 20_000, "step_max_items": 2_000}
+CLASSES = {
+    r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]",
+}  # fmt: skip
 
 
 class GrammarFailed(RuntimeError):
@@ -236,8 +240,14 @@ def _answer(spec: GrammarSpec) -> dict:
         return {"json_schema": json.loads(spec.text) | schema_options()}
     choices = spec.kind == "choice"
     assert choices or spec.kind == "regex"
-    pattern = "|".join(map(_literal, json.loads(spec.text))) if choices else spec.text
+    pattern = "|".join(map(_literal, json.loads(spec.text))) if choices else _ascii(spec.text)
     return json.loads(llguidance.LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+
+
+def _ascii(pattern: str) -> str:
+    r"""The pattern with \d and \w of ASCII, as in the patterns of JSON schemas. Rust's are Unicode's:
+    a model that knows no such digits may yet be led to one, byte by byte."""
+    return re.sub(r"(?s)\\.", lambda escape: CLASSES.get(escape[0], escape[0]), pattern)
 
 
 def _literal(text: str) -> str:

@@ -67,7 +67,9 @@ def schema(value):
 @pytest.mark.parametrize(
     ("spec", "good", "bad"),
     [
-        (GrammarSpec.regex(r"\d{3}-[a-c]+"), ["123-abc"], ["12-a", "123-d", "123-"]),
+        (GrammarSpec.regex(r"\d{3}-[a-c]+"), ["123-abc"], ["12-a", "123-d", "123-", "12٣-a"]),
+        (GrammarSpec.regex(r"[\d-x]\D\\d"), ["5é\\d", "-x\\d"], ["٣a\\d", "55\\d", "5a5"]),
+        (GrammarSpec.regex(r"\w[^\w.]\W"), ["aéé", "_ -"], ["é --", "a.-", "a-b"]),
         (GrammarSpec.choice(["yes", "no", "a|b"]), ["yes", "no", "a|b"], ["a", "y", "maybe"]),
         (GrammarSpec.lark('start: "a" NUM\nNUM: /[0-9]+/'), ["a12"], ["a", "12"]),
         (GrammarSpec.json_object(), ['{"a": [1, null]}', "{}"], ["[]", "1", "{'a': 1}"]),
