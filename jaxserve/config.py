@@ -29,7 +29,7 @@ def _check_choices(config):
 def _check_at_least(config, **lows):
     for name, low in lows.items():
         value = getattr(config, name)
-        if value is not None and value < low:
+        if value is not None and not value >= low:  # nor is nan
             raise ValueError(f"--{name}={value}: must be at least {low}")
 
 
@@ -223,6 +223,8 @@ class ServerConfig:
             self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0,
             client_timeout_s=0,
         )  # fmt: skip
+        if self.port > 65535:
+            raise ValueError(f"--port={self.port}: must be at most 65535")
         if self.profile_dir is not None and self.api_keys_file is None:
             raise ValueError(
                 f"--profile_dir={self.profile_dir}: profiles are for holders of keys; name them "

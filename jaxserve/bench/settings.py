@@ -52,7 +52,7 @@ class WorkloadConfig:
     def validate(self) -> None:
         for name in ("num_requests", "input_len", "output_len", "request_rate", "burstiness"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # or nan
                 raise ValueError(f"--{name}={value}: must be above 0")
 
 
@@ -116,7 +116,7 @@ class BenchConfig:
             raise ValueError("--repeats must be at least 1 and --warmup at least 0")
         for name in ("max_concurrency", "timeout_s", "search_s", "ttft_p99_ms", "itl_p99_ms"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # or nan
                 raise ValueError(f"--{name}={value}: must be above 0")
         try:
             fields = json.loads(self.extra_body)

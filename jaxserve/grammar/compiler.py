@@ -245,8 +245,8 @@ def _answer(spec: GrammarSpec) -> dict:
 
 
 def _ascii(pattern: str) -> str:
-    r"""The pattern with \d and \w of ASCII, as in the patterns of JSON schemas. Rust's are Unicode's:
-    a model that knows no such digits may yet be led to one, byte by byte."""
+    r"""The pattern with \d and \w of ASCII, as in JSON schemas. Rust's are of Unicode: a
+    model may be led to a digit that it hardly knows, byte by byte."""
     return re.sub(r"(?s)\\.", lambda escape: CLASSES.get(escape[0], escape[0]), pattern)
 
 

@@ -251,12 +251,14 @@ def read(path: pathlib.Path) -> Iterator[dict]:
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                if not line.endswith(b"\n"):
+                if number and not line.endswith(b"\n"):
                     return
                 raise ValueError(f"{path}, line {number + 1}: not JSON: {error}") from error
             if number == 0 and (not isinstance(record, dict) or record.get("format") != FORMAT):
                 raise ValueError(f"{path} is not a decision log of format {FORMAT}")
             yield record
+        if file.tell() == 0:
+            raise ValueError(f"{path} is empty, not a decision log")
 
 
 # Replay

@@ -150,6 +150,13 @@ def test_what_is_not_a_log_is_refused(tmp_path):
     (tmp_path / "y").write_text("hello\n")
     with pytest.raises(ValueError, match="line 1: not JSON"):
         list(read(tmp_path / "y"))
+    (tmp_path / "torn").write_text('{"format": 1')
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        list(read(tmp_path / "torn"))
+    (tmp_path / "empty").write_text("")
+    for use in (list, replay, calibrate):
+        with pytest.raises(ValueError, match="empty, not a decision log"):
+            use(read(tmp_path / "empty") if use is list else tmp_path / "empty")
 
 
 def test_explain_tells_a_life(tmp_path):
