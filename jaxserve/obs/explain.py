@@ -38,7 +38,7 @@ class _Story:
         self.request: dict | None = None
         self.choices: dict[int, _Choice] = {}
         self.planned: dict[int, list[tuple[int, bool]]] = {}  # step -> (choice, brings a token)
-        self.running = 0  # everybody's sequences
+        self.running: set[tuple[str, int]] = set()  # everybody's sequences
         self.last_now = 0.0
 
     def tell(self, now: float, sentence: str) -> None:
@@ -63,7 +63,7 @@ class _Story:
             f"Arrived with {len(record['prompt_ids'])} prompt tokens, asking for {choices} "
             f"choice{'s' * (choices > 1)} of up to {'all the' if limit is None else limit} tokens"
             + (f", as {record['tenant']!r}" if record["tenant"] else "")
-            + f". {self.running} sequences ran.",
+            + f". {len(self.running)} sequence{'s' * (len(self.running) != 1)} ran.",
         )
 
     def _refused(self, record: dict, reason: str) -> None:
@@ -82,7 +82,6 @@ class _Story:
                     f"chunk{'s' * (len(choice.chunks) != 1)} ({_join(choice.chunks)} tokens).",
                 )
         self.last_now = now
-        self.running -= len(ends)
         self._ended(ends)
 
     def _leave_out(self, step: int, _row: int, request_id: str, index: int) -> None:
@@ -95,31 +94,37 @@ class _Story:
 
     def _ended(self, ends) -> None:
         for request_id, index, reason in ends:
+            self.running.discard((request_id, index))
             if request_id == self.request_id and not self.choices[index].ended:
                 self._end(index, self.last_now, reason)
 
     def _finish(self, request_id: str, index: int, reason: str, stop_reason) -> None:
+        self.running.discard((request_id, index))
         if request_id == self.request_id and not self.choices[index].ended:
             why = reason if stop_reason is None else f"{reason} ({stop_reason!r})"
             self._end(index, self.last_now, why)
 
     def _abort(self, request_id: str) -> None:
+        self.running = {other for other in self.running if other[0] != request_id}
         if request_id == self.request_id:
             for index, choice in self.choices.items():
                 if not choice.ended:
                     self._end(index, self.last_now, "abort")
 
     def _fail_all(self, message: str) -> None:
+        self.running.clear()
         for index, choice in self.choices.items():
             if not choice.ended:
                 self._end(index, self.last_now, f"error: {message}")
 
     def _fail_running(self, message: str) -> None:
+        self.running.clear()
         for index, choice in self.choices.items():
             if choice.slot is not None and not choice.ended:
                 self._end(index, self.last_now, f"error: {message}")
 
     def _requeue_all(self) -> None:
+        self.running.clear()
         for choice in self.choices.values():
             if choice.slot is not None:
                 choice.slot, choice.queued_at = None, self.last_now
@@ -143,8 +148,9 @@ class _Story:
     # Plans
 
     def plan(self, now: float, plan: dict) -> None:
-        self.running += len(plan["admits"]) - len(plan["preempted"])
+        self.running.update((request_id, index) for _, request_id, index in plan["admits"])
         for request_id, index, reason in plan["preempted"]:
+            self.running.discard((request_id, index))
             if request_id == self.request_id:
                 choice = self.choices[index]
                 choice.slot, choice.queued_at = None, now

@@ -181,6 +181,36 @@ def test_explain_tells_a_life(tmp_path):
         explain(tmp_path / "log", "nobody")
 
 
+@pytest.mark.parametrize("end", ["abort", "finish", "fail"])
+def test_explain_knows_how_many_run(tmp_path, end):
+    """Whatever ends them: of two that run one ends, then the other by its length."""
+    driver = Driver(
+        small_limits(num_slots=2),
+        check=False,
+        wrap=lambda scheduler: RecordingScheduler(scheduler, tmp_path / "log"),
+    )
+    for name in ("r0", "r1"):
+        driver.send(prompt_of(4), name, max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        driver.step()
+    if end == "abort":
+        driver.abort("r0")
+    elif end == "finish":
+        (first, _) = driver.plans[-1].sequences
+        driver.scheduler.finish(first, FinishReason.STOP, "stop")
+    else:
+        driver.lose_device(keep_running=False)
+    driver.send(prompt_of(5), "r2", max_tokens=2)
+    driver.run()
+    driver.send(prompt_of(5), "r3", max_tokens=2)
+    driver.run()
+    driver.scheduler.close()
+    (arrival, *_) = explain(tmp_path / "log", "r2")
+    assert arrival.endswith(" 0 sequences ran." if end == "fail" else " 1 sequence ran.")
+    (arrival, *_) = explain(tmp_path / "log", "r3")
+    assert arrival.endswith(" 0 sequences ran.")
+
+
 def test_the_verbs(tmp_path):
     recorded_run(tmp_path / "log")
     lines = []
