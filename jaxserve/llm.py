@@ -9,6 +9,7 @@ for output in llm.generate(["The capital of France is"], SamplingParams(max_toke
 
 from __future__ import annotations
 
+import collections
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class LLM:
         self.engine.warm_up()
         self.tokenizer = self.engine.tokenizer
         self.config = self.engine.config
+        self._inboxes: dict[str, collections.deque] = {}  # by request
 
     def get_tokenizer(self):
         return self.tokenizer
@@ -108,21 +110,18 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[OutputDelta]:
         """Deltas of one prompt as they come; closing the iterator aborts it."""
-        core = self.engine.core
         request = self._request(self._encode(prompt)[1], params)
-        core.add(request, core.output.matchers(params))
-        open_choices = params.n
+        open_choices, inbox = params.n, collections.deque()
         try:
+            self._add([request], inbox)
             while open_choices:
-                for _, delta in core.step():
+                for _, delta in self._next(inbox):
                     if delta.error is not None:
                         raise delta.error
                     open_choices -= delta.finish_reason is not None
                     yield delta
         finally:
-            core.abort(request.id)
-            while core.has_work:
-                core.step()
+            self._leave([request])
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
@@ -141,14 +140,12 @@ class LLM:
         )
 
     def _run(self, requests, outputs, on_output) -> None:
-        core = self.engine.core
-        open_choices = {}
+        open_choices = {request.id: request.params.n for request in requests}
+        inbox = collections.deque()
         try:
-            for request in requests:
-                core.add(request, core.output.matchers(request.params))
-                open_choices[request.id] = request.params.n
-            while core.has_work:
-                for request_id, delta in core.step():
+            self._add(requests, inbox)
+            while open_choices:
+                for request_id, delta in self._next(inbox):
                     _fold(outputs[request_id], delta)
                     if delta.finish_reason is None:
                         continue
@@ -160,10 +157,32 @@ class LLM:
                         if on_output:
                             on_output(outputs[request_id])
         finally:  # refused, failed or interrupted: leave nothing behind
-            for request_id in open_choices:
-                core.abort(request_id)
-            while open_choices and core.has_work:
-                core.step()
+            self._leave(requests)
+
+    # A step brings tokens of every request, also of streams that wait for their reader.
+
+    def _add(self, requests, inbox) -> None:
+        core = self.engine.core
+        for request in requests:
+            core.add(request, core.output.matchers(request.params))
+            self._inboxes[request.id] = inbox
+
+    def _next(self, inbox) -> Iterator[tuple[str, OutputDelta]]:
+        """What has come for an inbox, after a step if that is nothing."""
+        if not inbox:
+            for request_id, delta in self.engine.core.step():
+                if request_id in self._inboxes:
+                    self._inboxes[request_id].append((request_id, delta))
+        while inbox:
+            yield inbox.popleft()
+
+    def _leave(self, requests) -> None:
+        core = self.engine.core
+        for request in requests:
+            if self._inboxes.pop(request.id, None) is not None:
+                core.abort(request.id)
+        while not self._inboxes and core.has_work:
+            core.step()
 
 
 def _as_list(prompts) -> list[Prompt]:
