@@ -29,7 +29,7 @@ def _check_choices(config):
 def _check_at_least(config, **lows):
     for name, low in lows.items():
         value = getattr(config, name)
-        if value is not None and not value >= low:  # nor is nan
+        if value is not None and not value >= low:  # or nan
             raise ValueError(f"--{name}={value}: must be at least {low}")
 
 
@@ -104,7 +104,8 @@ class EngineConfig:
         _check_choices(self)
         _check_at_least(
             self, num_slots=1, token_budget=1, page_size=1, num_pages=2, max_model_len=2,
-            max_queued=1, max_queued_tokens=1, host_kv_gib=0, host_kv_gib_per_s=1e-3,
+            max_queued=1, max_queued_tokens=1, kv_memory_gib=0, host_kv_gib=0,
+            host_kv_gib_per_s=1e-3,
         )  # fmt: skip
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"--page_size={self.page_size}: must be a power of two")

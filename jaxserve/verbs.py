@@ -304,7 +304,7 @@ class SimulationConfig:
             num_slots=self.num_slots, num_pages=self.num_pages, token_budget=self.token_budget
         ).validate()
         for name, low in (("rate", 1e-6), ("speed", 1e-6), ("count", 1), ("host_pages", 0)):
-            if not getattr(self, name) >= low:  # nor is nan
+            if not getattr(self, name) >= low:  # or nan
                 raise ValueError(f"--{name}={getattr(self, name)}: must be at least {low}")
 
 

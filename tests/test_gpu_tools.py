@@ -56,6 +56,17 @@ def test_nothing_begins_without_time():
     assert console.export_text() == "prefill: no time left\n" and course.good
 
 
+def test_a_reference_that_fails_is_told_and_the_rest_goes_on(capsys, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(check_gpu, "oracle", fails)
+    assert not check_gpu.check_all(check_gpu.DRY, stop=float("inf"))
+    printed = capsys.readouterr().out
+    told = printed.count("reference FAILED: RuntimeError: out of memory")
+    assert told == len(check_gpu.DRY.shapes) + 5
+
+
 def test_checks_stop_when_time_is_up(capsys):
     assert not check_gpu.check_all(check_gpu.DRY, stop=0.0)
     printed = capsys.readouterr().out

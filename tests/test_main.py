@@ -59,6 +59,7 @@ def test_flags_win_over_a_preset():
         (["serve", "--num_slots=0"], "--num_slots=0: must be at least 1"),
         (["serve", "--num_slots=64", "--token_budget=8"], "raise the budget or lower the slots"),
         (["serve", "--port=65536"], "--port=65536: must be at most 65535"),
+        (["serve", "--kv_memory_gib=nan"], "--kv_memory_gib=nan: must be at least 0"),
         (["serve", "--itl_target_ms=nan"], "--itl_target_ms=nan: must be at least 0.001"),
         (["bench", "offline", "--request_rate=nan"], "--request_rate=nan: must be above 0"),
         (["simulate", "--rate=nan"], "--rate=nan: must be at least 1e-06"),

@@ -150,7 +150,12 @@ def check_all(course, stop):
             print(f"{label}  not checked: no time left", flush=True)
             good = False
             continue
-        case, want = oracle(course, shape, dtype, kv_dtype, page_size)
+        try:
+            case, want = oracle(course, shape, dtype, kv_dtype, page_size)
+        except Exception as failure:  # as a kernel's own, below
+            good = False
+            print(f"{label}  reference FAILED: {reason(failure)}", flush=True)
+            continue
         for kernel in course.kernels:
             if dtype == jnp.float32 and kernel == "mosaic":
                 continue  # refused by name
@@ -251,14 +256,14 @@ def time_jax_paged(course, shape, rows):
         from jax.experimental.pallas.ops.gpu import paged_attention
     except ImportError:  # deprecated in 0.11, so a later jax may be without it
         return None
-    (q, cache), (_, batch, _) = place_large(shape, rows)
-    k, v = (jnp.moveaxis(cache.data[0, :, :, i], 0, 1).copy() for i in (0, 1))
-    call = functools.partial(
-        paged_attention.paged_attention,
-        attn_logits_soft_cap=shape.soft_cap, interpret=course.interpret,
-        k_splits=math.gcd(16, batch.page_table_SP.shape[1]),
-    )  # fmt: skip
     try:
+        (q, cache), (_, batch, _) = place_large(shape, rows)
+        k, v = (jnp.moveaxis(cache.data[0, :, :, i], 0, 1).copy() for i in (0, 1))
+        call = functools.partial(
+            paged_attention.paged_attention,
+            attn_logits_soft_cap=shape.soft_cap, interpret=course.interpret,
+            k_splits=math.gcd(16, batch.page_table_SP.shape[1]),
+        )  # fmt: skip
         step = jax.jit(lambda q: call(q, k, v, batch.page_table_SP, batch.kv_len_S))
         return median_seconds(course, step, q)
     except Exception as error:  # its limits on shapes surface as many kinds of error

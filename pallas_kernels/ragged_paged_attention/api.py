@@ -45,6 +45,8 @@ __all__ = [
 class RaggedBatch:
     """Which tokens belong to which row, and where each row's KV lives. All int32.
 
+    Rows may share pages, but not one that any of them writes in this step: when its tokens are in
+    it is the backend's choice.
     Rows [0, num_decode) have one token each. Rows from num_rows on are padding: kv_len 0 and
     cu_q_len flat. Tokens from cu_q_len_S1[num_rows] on are padding: they write nothing, and their
     output is zero.

@@ -111,7 +111,7 @@ def ragged_paged_attention(
 
     rows = min(batch.kv_len_S.shape[0], T)
     longest = batch.page_table_SP.shape[1] * K
-    block = kernel.block_tokens(E, decode=True)
+    block = kernel.block_tokens(E)
     split = max(SPLIT_TOKENS, pl.cdiv(longest, MAX_SPLITS * block) * block)
     row_i = jnp.arange(rows, dtype=jnp.int32)
     end_i = jnp.where(row_i < num_decode, batch.kv_len_S[:rows], 0)
@@ -132,11 +132,7 @@ def ragged_paged_attention(
         real_i = jnp.arange(tiles.row_i.shape[0], dtype=jnp.int32) < tiles.counts[0]
         end_i = jnp.where(real_i, tiles.end_i, tiles.first_i)  # an empty tile writes nothing
         mixed_out = kernel.mixed(
-            plan(
-                tile_tokens=tile,
-                block_tokens=kernel.block_tokens(E, decode=False),
-                split_tokens=None,
-            ),
+            plan(tile_tokens=tile, block_tokens=block, split_tokens=None),
             work(
                 row_i=tiles.row_i, token_i=tokens_it[:, 0], first_i=tiles.first_i, end_i=end_i,
                 tile_T=tile_T, place_T=place_T,

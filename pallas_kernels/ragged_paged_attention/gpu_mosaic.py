@@ -1,8 +1,9 @@
 """The GPU kernel through Pallas' Mosaic GPU backend: Hopper's TMA copies, barriers and wgmma.
 
-One body for both launches. A program has compute warpgroups of 64 rows of queries each, and one
-more that copies pages of K and V into a ring of blocks in shared memory, which the others share.
-Rows are a tile's query heads, token by token; those past the tile's last are computed and not used.
+One body for both launches. A program has compute warpgroups of 64 rows of queries each, which share
+a ring of blocks in shared memory; pages of K and V are copied there by one more warpgroup or, where
+registers are few, by the first of them. Rows are a tile's query heads, token by token; those past
+the tile's last are computed and not used.
 
 Names: R rows of a warpgroup, B tokens of a KV block.
 """
@@ -58,7 +59,7 @@ class MosaicPlan(Plan):
         return -(-self.group // 8) * 8
 
 
-def block_tokens(head_dim: int, decode: bool) -> int:
+def block_tokens(head_dim: int) -> int:
     """KV tokens of one step of a program's loop."""
     return 64
 
@@ -365,8 +366,9 @@ def _add_product(plan, value, p_RB, v_ref, p_ref):
 
 def _load(ref, layout):
     """Loads all of a reference, from wherever it is."""
-    index = [...] if "idx" in inspect.signature(plgpu.load).parameters else []  # jax 0.10
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    needed = index is not None and index.default is index.empty  # before jax 0.11
+    return plgpu.load(ref, *[...] * needed, layout=layout, optimized=False)
 
 
 def _across_rows(number_B):

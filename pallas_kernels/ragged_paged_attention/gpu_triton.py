@@ -37,7 +37,7 @@ class TritonPlan(Plan):
         return pl.next_power_of_2(self.head_dim)
 
 
-def block_tokens(head_dim: int, decode: bool) -> int:
+def block_tokens(head_dim: int) -> int:
     """KV tokens of one step of a program's loop."""
     return 64 if head_dim <= 128 else 32
 
