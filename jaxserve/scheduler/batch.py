@@ -198,5 +198,9 @@ class ActiveBatch:
         self.slots.check_invariants()
         running = np.flatnonzero(self.slots.active_N).tolist()
         self.pool.check_invariants([self.slots.pages(slot) for slot in running])
+        for slot in running:  # a step's reads must not depend on when it writes
+            first = self.slots.computed_N[slot] // self.limits.page_size
+            references = self.pool.references_G[self.slots.pages(slot)[first:]]
+            assert (references == 1).all(), "a page that is still to be written is shared"
         self.cache.check_invariants()
         self.coming.check_invariants(self.slots.running())
