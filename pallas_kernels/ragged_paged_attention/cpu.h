@@ -7,10 +7,10 @@
 // the same operations in the same order whatever tile it is in: a key that a query does not see leaves
 // its state as it was, to the bit.
 //
-// There are three ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and where queries
-// come as bfloat16, in pages that 16 divides, over a cache of bfloat16 by products of bfloat16 (cpu_tiles.cc),
-// over one of int8 by those of bytes (cpu_codes.cc), which AMX's tile unit makes or, without one, the vector
-// units of AVX-512. Which one depends on the cache alone, never on the batch.
+// There are three ways through a segment: by lanes (cpu_lanes.cc), anywhere, in float32; and in pages that 16
+// divides, over a cache of int8 by products of bytes (cpu_codes.cc) and, where queries come as bfloat16, over
+// one of that by its products (cpu_tiles.cc), which AMX's tile unit makes or, without one, the vector units of
+// AVX-512. Which one depends on the engine's types alone, never on the batch.
 
 #pragma once
 

@@ -30,9 +30,9 @@ def ragged_paged_attention(
     """See api.ragged_paged_attention. kv_pages.data: [L, G, J, 2, K, E], its K turned (see kv.py),
     updated in place.
 
-    Queries in bfloat16 over a cache in bfloat16 or int8 are multiplied as bfloat16 or bytes, on
-    AMX's tile unit or AVX-512's vector units where they can, and their weights over bfloat16
-    rounded to that; everything else is multiplied in float32.
+    AMX's tile unit or AVX-512's vector units, where they can, multiply queries and weights over a
+    cache in int8 as two bytes each, and queries in bfloat16 over one in bfloat16 as that, with
+    weights rounded to it; everything else is multiplied in float32.
     isa: a name of native.ISAS, for tests; None takes the best.
     """
     assert native.available(), native.describe()

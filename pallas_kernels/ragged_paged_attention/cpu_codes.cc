@@ -3,9 +3,9 @@
 //
 // What meets the codes is cut into two digits of a byte: a query's elements, of 16 bits of its largest one,
 // and a block's weights, times the scales of its values, of 16 bits of the largest of them. A tile holds
-// the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and
-// codes are multiplied as they are, but for their order: K by four elements of 16 keys, V by four keys of 16
-// elements. The tile unit finds them so in copies; for vector units they are put in order in registers. A
+// the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and of
+// a float32 query drops a 256th of what its keys, as codes, have lost already. Codes are multiplied as they
+// are, but for their order: K by four elements of 16 keys, V by four keys of 16 elements. The tile unit finds them so in copies; for vector units they are put in order in registers. A
 // vector goes through the same operations whatever tile it is in.
 //
 // With the tile unit few rows wait for memory: a core has 16 lines of 64 bytes on their way at most, and with
@@ -97,7 +97,8 @@ JAXSERVE_AMX inline void AddSums(const Steps& steps, int64_t r, __m512i high, __
 // ---- queries as digits ---------------------------------------------------------------------------
 
 // -> what one step is worth; NaN, and no digits, for a query that is not finite.
-JAXSERVE_AMX float Digits(const BFloat16* from, int64_t E, int64_t steps, int64_t next_step, int8_t* high,
+template <typename Number>
+JAXSERVE_AMX float Digits(const Number* from, int64_t E, int64_t steps, int64_t next_step, int8_t* high,
                           int8_t* low) {
   Lanes top = Fill(0);
   bool finite = true;
@@ -132,8 +133,11 @@ JAXSERVE_AMX void Start(const Call<int8_t>& call, const Tile& tile, float* memor
   std::memset(work.q, 0, form.padded() * 2 * form.steps() * kDeep);
   for (int64_t m = 0; m < form.M; ++m) {
     int8_t* high = work.q + m / vectors * form.steps() * step_bytes + m % vectors * kDeep;
-    const auto* from = static_cast<const BFloat16*>(call.q_THE) + call.QueryAt(tile, m);
-    work.q_step[m] = Digits(from, form.E, form.steps(), step_bytes, high, high + vectors * kDeep);
+    const auto digits = [&](const auto* q) JAXSERVE_AMX {
+      return Digits(q + call.QueryAt(tile, m), form.E, form.steps(), step_bytes, high, high + vectors * kDeep);
+    };
+    work.q_step[m] = call.bfloat16 ? digits(static_cast<const BFloat16*>(call.q_THE))
+                                   : digits(static_cast<const float*>(call.q_THE));
   }
   Unit::StartSums(form, work);
 }

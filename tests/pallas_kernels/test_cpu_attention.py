@@ -14,7 +14,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import api, cpu, kv, shapes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.describe())
 
-ISAS = native.isas()[:3]  # in float32 attention has no code for those above avx512
+ISAS = native.isas()[:3]  # by lanes attention has no code for those above avx512
+BYTE_ISAS = native.isas()[3:]  # where attention multiplies bytes and bfloat16
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 BatchShape = shapes.BatchShape
 
@@ -129,6 +130,24 @@ def test_bfloat16_queries(name, isa, kv_dtype):
     assert np.sqrt(np.mean((out - want) ** 2)) < 2.0**-9
 
 
+@pytest.mark.parametrize("isa", BYTE_ISAS)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_float32_queries_of_bytes(name, isa):
+    """A query counts in 2^-15 of its largest element, a block's weights in 2^-16 of the largest
+    (times its value's scale). So a score is off by half such a step times the key's elements at
+    most, a weight by twice that in proportion, and the result by as much of the largest value, and
+    half a step for each key of a block. Roundings go either way: on average it is far less."""
+    shape = small(BY_NAME[name])
+    rows = BatchShape("rows", ((1, 1), (1, 65), (1, 700), (7, 7), (33, 530)), 1, 3)
+    case = shapes.make_case(shape, rows, page_size=16, seed=1)
+    out, want, held = run_beside_oracle(case, shape, jnp.float32, "int8", isa)
+    largest = np.nanmax(np.abs(held[:, :, :, 1]))
+    key = np.nanmax(np.abs(held[:, :, :, 0]).sum(-1))
+    score = shape.scale * key * np.nanmax(np.abs(case.q_THE)) * 2.0**-16
+    np.testing.assert_allclose(out, want, rtol=0, atol=largest * (2 * score + 64 * 2.0**-17))
+    assert np.sqrt(np.mean((out - want) ** 2)) < 2.0**-15
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "int16", "float8_e4m3fn"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_codes_of_numbers_out_of_the_ordinary(kv_dtype, isa):
@@ -176,8 +195,9 @@ def run_beside_oracle(case, shape, dtype, kv_dtype, isa):
     return np.asarray(out, np.float32), want, held
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("head_dim", [512, 528])
-def test_long_vectors_of_codes(head_dim):
+def test_long_vectors_of_codes(head_dim, dtype):
     """The largest products that int32 adds up, and vectors beyond that: every element of a query
     or key is its largest. Every other key weighs nothing."""
     shape = shapes.HeadShape("long", 2, 1, head_dim)
@@ -186,14 +206,15 @@ def test_long_vectors_of_codes(head_dim):
     keys = case.cache_LGJ2KE[:, :, :, 0]
     keys[:] = np.where(np.isnan(keys), np.nan, 1)
     keys[:, :, :, ::2] *= 0.25
-    out, want, _ = run_beside_oracle(case, shape, jnp.bfloat16, "int8", None)
+    out, want, _ = run_beside_oracle(case, shape, dtype, "int8", None)
     np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-7)
 
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "kv_dtype"),
     [(isa, jnp.float32, None) for isa in ISAS]
-    + [(isa, jnp.bfloat16, kv) for isa in native.isas()[3:] for kv in ("bfloat16", "int8")],
+    + [(isa, jnp.bfloat16, kv) for isa in BYTE_ISAS for kv in ("bfloat16", "int8")]
+    + [(isa, jnp.float32, "int8") for isa in BYTE_ISAS],
 )
 @pytest.mark.parametrize("name", ["smollm2", "gemma-3-270m", "gemma-2-9b", "gpt-oss-20b"])
 def test_a_token_is_its_own(name, isa, dtype, kv_dtype):
@@ -236,15 +257,16 @@ def test_instruction_sets_agree_to_the_bit():
 
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 512])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_units_agree_to_the_bit_over_int8(head_dim, group):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_units_agree_to_the_bit_over_int8(head_dim, group, dtype):
     """Sums of codes are exact on the tile unit and on vector units; the rest is one code. With one
     unit here: heads of sizes that vectors do not divide are right."""
     shape = shapes.HeadShape("odd", 2 * group, 2, head_dim)
     rows = BatchShape("rows", ((1, 1), (1, 650), (7, 7), (64, 128)))
     case = shapes.make_case(shape, rows, page_size=16, seed=10)
     results = []
-    for isa in native.isas()[3:]:
-        out, want, held = run_beside_oracle(case, shape, jnp.bfloat16, "int8", isa)
+    for isa in BYTE_ISAS:
+        out, want, held = run_beside_oracle(case, shape, dtype, "int8", isa)
         largest = np.nanmax(np.abs(held[:, :, :, 1]))
         np.testing.assert_allclose(out, want, rtol=0, atol=2.0**-7 * largest)
         results.append(out)
@@ -255,7 +277,10 @@ def test_units_agree_to_the_bit_over_int8(head_dim, group):
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
-    [(jnp.float32, None), (jnp.bfloat16, "bfloat16"), (jnp.bfloat16, "int8")],
+    [
+        (jnp.float32, None), (jnp.float32, "int8"),
+        (jnp.bfloat16, "bfloat16"), (jnp.bfloat16, "int8"),
+    ],
 )
 @pytest.mark.parametrize("isa", native.isas())
 @pytest.mark.parametrize("name", ["smollm2", "gemma-2-9b"])
