@@ -278,8 +278,10 @@ def test_units_agree_to_the_bit_over_int8(head_dim, group, dtype):
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
-        (jnp.float32, None), (jnp.float32, "int8"),
-        (jnp.bfloat16, "bfloat16"), (jnp.bfloat16, "int8"),
+        (jnp.float32, None),
+        (jnp.float32, "int8"),
+        (jnp.bfloat16, "bfloat16"),
+        (jnp.bfloat16, "int8"),
     ],
 )
 @pytest.mark.parametrize("isa", native.isas())
