@@ -122,6 +122,7 @@ setuptools.setup(
             "jax-cuda13-plugin>=0.10.2",
             "jax-cuda13-pjrt>=0.10.2",
             "nvidia-cuda-nvcc>=13",
+            "nvidia-cuda-nvdisasm>=13",
             "nvidia-nvvm>=13",
         ],
         "hub": ["huggingface_hub>=0.30"],

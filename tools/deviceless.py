@@ -4,7 +4,8 @@
     python tools/deviceless.py compile --topology=h200 --shape=smollm2 --kv_dtype=int8
     python tools/deviceless.py compile --topology=v5e:2x2 --step --config=llama-3.1-8b-v6e
 
-Prints what the program takes in memory and, for TPU kernels, the loops of the final schedule.
+Prints what the program takes in memory and the loops of the kernels' final code: for TPUs by the
+schedule, for GPUs (--kernel=mosaic) by the machine code.
 Needs `pip install -e ".[tpu]"` for TPUs, `pip install -e ".[cuda-deviceless]"` for GPUs; no
 driver and no chip. Topologies: v5e:2x2, v6e:2x2, tpu7x:2x2x1 (7x), h200.
 """
@@ -24,6 +25,7 @@ import tempfile
 import time
 import tomllib
 
+import machine_code
 import parameter_reads
 import schedule
 
@@ -91,6 +93,8 @@ def prepare(schedules=None) -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip that two would share
     if schedules is not None:
         os.environ["LIBTPU_INIT_ARGS"] = schedule.dump_flags(schedules)
+        if machine_code.disassembler_found():
+            os.environ["MOSAIC_GPU_DUMP_TO"] = schedules
 
 
 def describe(topology: str) -> Target:
@@ -287,13 +291,19 @@ def report_reads(compiled):
         print(f"  {name} is read {times:.2f} times")
 
 
-def report_schedule(folder):
-    """Prints the loops of the schedules in the folder, and empties it."""
+def report_loops(folder):
+    """Prints the loops of the kernels that the compilers wrote into the folder, and empties it."""
     for name, loops in schedule.kernels(folder, "ragged_paged_attention").items():
         print(f"\n{name}: loops of the final schedule (bundles ~ cycles)")
         for loop in (loop for loop in loops if loop.bundles >= SHORT_LOOP):
             ops = "  ".join(f"{unit} {count}" for unit, count in loop.ops.items())
             print(f"{'  ' * loop.depth}{loop.bundles:6d} bundles  {ops}")
+    for name, loops in machine_code.kernels(folder, "ragged_paged_attention").items():
+        print(f"\n{name}: loops of the machine code, and the shortest way through them")
+        for loop in loops:
+            ops = "  ".join(f"{unit} {count}" for unit, count in loop.ops.items())
+            shortest = f"{loop.shortest:5d} of {loop.instructions} instructions"
+            print(f"{shortest} in {loop.cycles} cycles  {ops}")
     for file in pathlib.Path(folder).iterdir():
         file.unlink()
 
@@ -348,7 +358,7 @@ def main(argv=None) -> int:
                 work = compile_step if args.step else compile_attention
                 compiled, cache, layer = work(target, part)
                 report(compiled, cache, layer, time.monotonic() - began)
-                report_schedule(folder)
+                report_loops(folder)
         except (Missing, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -119,11 +119,13 @@ def assert_rounded_twice(out, want, want_of_positive):
         (BY_NAME["gemma-2-9b"], 32),
         (BY_NAME["gpt-oss-20b"], 16),
         (GROUP_OF_71, 128),
+        (HEADS_OF_80, 64),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_mosaic_equals_float64(elsewhere, shape, page_size):
-    """As test_equals_float64; a group that takes two warpgroups, pages in a block and around it."""
+    """As test_equals_float64; a group that takes two warpgroups, pages in a block and around it,
+    heads that 64 does not divide."""
     shape = shape.scaled(heads=2, window=24)
     case, positive = make_rounded(shape, page_size)
     want, cache = oracle.attend(case, shape, layer=1)
