@@ -7,13 +7,41 @@ None means "worked out at start-up", and `jaxserve info` prints what it became.
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
+import tempfile
 
 POLICIES = ("fcfs", "priority", "deadline", "vtc")  # of scheduling, by name
 
 
 def setting(default, help, **metadata):
-    """A dataclass field with its help text; choices=(...) restricts it."""
+    """A dataclass field with its help text; choices=(...) restricts it, path=USE makes it a file's
+    name: see check_path."""
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+def check_paths(config) -> None:
+    """Raises OSError for a path among the settings that cannot be used: before a model is loaded,
+    which takes long, and not after."""
+    for field in dataclasses.fields(config):
+        use, path = field.metadata.get("path"), getattr(config, field.name)
+        if use is not None and path is not None:
+            check_path(path, use)
+
+
+def check_path(path: str, use: str) -> None:
+    """Raises the OSError that a later use would: "read" of a file, "write" of one that may not be
+    there yet, or files made in a "folder", which is made if it is not there."""
+    if use == "folder":
+        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+        return
+    if pathlib.Path(path).is_fifo():
+        return  # whoever is at its other end would take this for its use
+    there = os.path.lexists(path)
+    open(path, "rb" if use == "read" else "ab").close()
+    if not there:
+        os.unlink(path)
 
 
 def _check_choices(config):
@@ -40,7 +68,7 @@ class EngineConfig:
     model: str = setting("demo", "demo, a .gguf file, a Hugging Face folder, or a hub id.")
     tokenizer: str | None = setting(None, "Tokenizer folder or file; default: the model's own.")
     chat_template: str | None = setting(
-        None, "Jinja file of the chat template; default: the model's own."
+        None, "Jinja file of the chat template; default: the model's own.", path="read"
     )
     served_model_name: str | None = setting(None, "Name clients use; default: from --model.")
     weight_dtype: str = setting(
@@ -94,7 +122,9 @@ class EngineConfig:
     max_queued: int = setting(1024, "Requests waiting; past that new ones are refused.")
     max_queued_tokens: int = setting(4_000_000, "Prompt tokens waiting; past that, refused.")
     decision_log: str | None = setting(
-        None, "File for every plan and its reasons; holds token ids. Read by explain and replay."
+        None,
+        "File for every plan and its reasons; holds token ids. Read by explain and replay.",
+        path="write",
     )
     compile_cache: str | None = setting(
         None, "Folder of compiled programs; default: the user's cache folder. 'off' disables it."
@@ -180,7 +210,7 @@ class ServerConfig:
     request_timeout_s: float = setting(600.0, "A request's longest life, queued and running.")
     drain_timeout_s: float = setting(30.0, "On SIGTERM, how long running requests may finish.")
     api_keys_file: str | None = setting(
-        None, "File of accepted API keys, one a line; default: open."
+        None, "File of accepted API keys, one a line; default: open.", path="read"
     )
     allowed_origins: str = setting(
         "", "Web origins whose pages may read answers, comma separated; * for all."
@@ -209,13 +239,15 @@ class ServerConfig:
         choices=POLICIES,
     )
     shadow_cost_model: str | None = setting(
-        None, "Its costs, a file by `calibrate`; default: fitted to the live steps."
+        None, "Its costs, a file by `calibrate`; default: fitted to the live steps.", path="read"
     )
     otlp_traces_endpoint: str | None = setting(
         None, "Collector for OpenTelemetry spans, as http://host:4318/v1/traces; default: none."
     )
     profile_dir: str | None = setting(
-        None, "Folder for traces that /debug/profile makes for holders of keys; default: no route."
+        None,
+        "Folder for traces that /debug/profile makes for holders of keys; default: no route.",
+        path="folder",
     )
 
     def validate(self) -> None:

@@ -18,6 +18,7 @@ from absl import flags
 from rich.markup import escape
 from rich.table import Table
 
+from jaxserve.config import check_paths
 from jaxserve.verbs import VERBS, Verb, console, errors
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -85,6 +86,7 @@ def parse(verb: Verb, arguments: list[str]) -> tuple[list, list[str]]:
         settings |= {n: chosen[n] for n in names if n in chosen and not values[n].present}
         made = config(**settings)
         made.validate()
+        check_paths(made)
         configs.append(made)
     if rest and not verb.arguments:
         raise ValueError(f"unexpected argument {rest[0]!r}: settings are flags, as in --model=FILE")

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxserve.bench.settings import BenchConfig, ReportConfig, WorkloadConfig
-from jaxserve.config import EngineConfig, SchedulerConfig, ServerConfig, setting
+from jaxserve.config import EngineConfig, SchedulerConfig, ServerConfig, check_path, setting
 from jaxserve.progress import Progress
 
 console = Console(highlight=False)
@@ -77,15 +77,19 @@ def serve(
     from jaxserve.obs.metrics import Metrics
     from jaxserve.obs.tracing import Tracing
     from jaxserve.server import app
+    from jaxserve.server.auth import KeyRing
 
     start = time.monotonic()
+    keys = KeyRing.load(server_config.api_keys_file)
+    listener = app.listen(server_config.host, server_config.port)
+    shadow_cost = _shadow_cost(server_config)
     endpoint = server_config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.connect(endpoint)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # which devices are not here is no news
     with Progress(errors) as progress:
         parts = _build(engine_config, scheduling, progress, cache_dir)
-        shadow = _shadow(server_config, parts.core)
+        shadow = _shadow(server_config, shadow_cost, parts.core)
         engine = AsyncEngine.from_parts(parts)
         metrics = Metrics(engine.stats, engine.model_name, shadow)
         engine.observe(metrics)
@@ -98,20 +102,34 @@ def serve(
                 target=_greet, args=(engine, url, progress, start), daemon=True
             ).start()
 
-        app.serve(engine, server_config, metrics=metrics, tracing=tracing, on_listening=announce)
+        app.serve(
+            engine,
+            server_config,
+            listener,
+            keys=keys,
+            metrics=metrics,
+            tracing=tracing,
+            on_listening=announce,
+        )
     if shadow is not None:
         shadow.close()
     return 0
 
 
-def _shadow(config: ServerConfig, core):
-    """The Shadow that the settings ask for, at work; None without one."""
+def _shadow_cost(config: ServerConfig):
+    """The CostModel that the settings name; None without one."""
     from jaxserve.sim.cost_model import CostModel
+
+    path = config.shadow_cost_model
+    return None if path is None else CostModel.load(pathlib.Path(path))
+
+
+def _shadow(config: ServerConfig, cost, core):
+    """The Shadow that the settings ask for, at work; None without one."""
     from jaxserve.sim.shadow import Shadow, ShadowedScheduler
 
     if config.shadow_policy is None:
         return None
-    cost = config.shadow_cost_model and CostModel.load(pathlib.Path(config.shadow_cost_model))
     scheduler = core.scheduler
     shadow = Shadow(scheduler.limits, scheduler.config, config.shadow_policy, cost)
     core.scheduler = ShadowedScheduler(scheduler, shadow)
@@ -234,10 +252,13 @@ def batch(engine_config, scheduling, files, cache_dir) -> int:
 
     if len(files) != 2:
         raise ValueError("batch: give two files, as in `jaxserve batch IN.jsonl OUT.jsonl`")
+    source, target = files
+    lines = list(batches.read_lines(pathlib.Path(source)))
+    check_path(target, "write")
     with Progress(errors) as progress:
         engine = _start(engine_config, scheduling, progress, cache_dir)
         engine.wait_until_ready()
-        failed = batches.run(*map(pathlib.Path, files), engine, progress=progress.part("answer"))
+        failed = batches.run(lines, pathlib.Path(target), engine, progress=progress.part("answer"))
         engine.shutdown()
     errors.print(f"{failed} lines failed" if failed else "every line has its answer")
     return 1 if failed else 0
@@ -277,6 +298,7 @@ def replay(config: LogConfig, files, _) -> int:
 def calibrate(config: LogConfig, files, _) -> int:
     from jaxserve.obs.decision_log import run_calibrate
 
+    check_path(config.cost_model, "write")
     return run_calibrate(_log_file(files), cost_model=pathlib.Path(config.cost_model), out=_say)
 
 
@@ -288,7 +310,9 @@ class SimulationConfig:
     policies: str | None = setting(
         None, "Policies to compare, comma separated; default: --policy alone."
     )
-    cost_model: str | None = setting(None, "File by `calibrate`; default: an example's costs.")
+    cost_model: str | None = setting(
+        None, "File by `calibrate`; default: an example's costs.", path="read"
+    )
     traces: str = setting("traces", "Folder of published traces.")
     rate: float = setting(1.0, "Requests a second, for generated workloads.")
     count: int = setting(1000, "Requests, for generated workloads.")
@@ -297,7 +321,7 @@ class SimulationConfig:
     num_pages: int = setting(40_000, "KV pages.")
     token_budget: int = setting(2048, "Tokens a step computes at most.")
     host_pages: int = setting(0, "Pages of host memory for the KV of preempted sequences.")
-    plot: str | None = setting(None, "Picture of policy against policy.")
+    plot: str | None = setting(None, "Picture of policy against policy.", path="write")
 
     def validate(self) -> None:
         EngineConfig(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import types
 
 import pytest
 
-from jaxserve import main, verbs
+from jaxserve import config, main, verbs
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.progress import Progress
 
@@ -81,12 +82,62 @@ def test_errors_are_one_line_with_the_remedy(arguments, says, monkeypatch, capsy
     assert "Traceback" not in error
 
 
+HERE = pathlib.Path(__file__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["batch", "no/in.jsonl", "out.jsonl"], "No such file or directory: 'no/in.jsonl'"),
+        (["batch", str(HERE), "out.jsonl"], f"{HERE.name}:1 is not JSON"),
+        (["batch", os.devnull, "no/out.jsonl"], "No such file or directory: 'no/out.jsonl'"),
+        (["batch", os.devnull, "."], "Is a directory: '.'"),
+        (["serve", "--api_keys_file=no/keys"], "No such file or directory: 'no/keys'"),
+        (["serve", f"--api_keys_file={os.devnull}"], "has no keys"),
+        (["serve", f"--shadow_cost_model={HERE}"], "is not a cost model"),
+        (["serve", f"--api_keys_file={HERE}", f"--profile_dir={HERE}"], "File exists"),
+        (["serve", "--host=no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["generate", "--decision_log=no/log", "x"], "No such file or directory: 'no/log'"),
+        (["chat", "--chat_template=no/t.jinja"], "No such file or directory: 'no/t.jinja'"),
+        (["simulate", "--plot=no/plot.png"], "No such file or directory: 'no/plot.png'"),
+        (["calibrate", os.devnull, "--cost_model=no/c.json"], "directory: 'no/c.json'"),
+    ],
+)
+def test_files_that_will_not_do_are_told_before_anything_is_loaded(
+    arguments, says, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(sys, "argv", ["jaxserve", *arguments])
+    monkeypatch.setattr(verbs, "_build", lambda *_: pytest.fail("loads first"))
+    monkeypatch.setattr(verbs, "_load", lambda *_: pytest.fail("loads first"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jaxserve: ") and error.count("\n") == 1 and says in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_looking_at_a_path_changes_nothing_there(tmp_path):
+    full, pipe = tmp_path / "full", tmp_path / "pipe"
+    full.write_text("kept")
+    os.mkfifo(pipe)
+    for use in ("read", "write"):
+        config.check_path(str(full), use)
+        config.check_path(str(pipe), use)
+    config.check_path(str(tmp_path / "new"), "write")
+    assert full.read_text() == "kept" and sorted(tmp_path.iterdir()) == [full, pipe]
+    folder = tmp_path / "a" / "b"
+    config.check_path(str(folder), "folder")
+    assert folder.is_dir() and not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("verb", list(main.VERBS))
 def test_help_of_every_verb_names_every_flag(verb, capsys):
     assert main.main([verb, "--help"]) == 0
     shown = capsys.readouterr().out
-    for config in main.VERBS[verb].configs:
-        for field in dataclasses.fields(config):
+    for kind in main.VERBS[verb].configs:
+        for field in dataclasses.fields(kind):
             assert f"--{field.name}" in shown and field.metadata["help"]
 
 

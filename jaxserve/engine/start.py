@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import models, tokenizer
-from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.config import EngineConfig, SchedulerConfig, check_paths
 from jaxserve.engine import memory
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
@@ -77,9 +77,11 @@ def build(
     """Loads the model and sizes the engine. progress: a jaxserve.progress.Progress.
 
     Compiling is left to Engine.warm_up, so that a server can answer its probes meanwhile. Raises
-    ValueError, in one line with the remedy, for settings or files that will not do.
+    ValueError, in one line with the remedy, for settings or files that will not do, and OSError for
+    files that are not there or may not be written.
     """
     config.validate()
+    check_paths(config)
     use_compile_cache(config, cache_dir)
     backend = choose_backend(config)
     path = models.resolve(config.model, cache_dir=cache_dir, progress=_part(progress, "download"))

@@ -46,14 +46,19 @@ FLUSH_S = 5.0  # after the engine has drained, how long answers may take to leav
 
 
 def create_app(
-    engine, config: ServerConfig, metrics: Metrics | None = None, tracing: Tracing | None = None
+    engine,
+    config: ServerConfig,
+    metrics: Metrics | None = None,
+    tracing: Tracing | None = None,
+    keys: KeyRing | None = None,
 ):
     """The ASGI application over `engine` (an AsyncEngine, or what keeps its contract).
 
     metrics, tracing: observers the engine was started with; by default new metrics, without step
-    times, and no spans.
+    times, and no spans. keys: those accepted; by default those in the settings' file.
     """
     config.validate()
+    keys = KeyRing.load(config.api_keys_file) if keys is None else keys
     metrics = metrics or Metrics(engine.stats, engine.model_name)
     service = Service(engine, config, metrics, tracing)
 
@@ -78,11 +83,11 @@ def create_app(
     for kind in errors.HANDLED:
         app.add_exception_handler(kind, errors.handle)
     openapi.install(app)
-    return _layered(app, config, metrics)
+    return _layered(app, config, metrics, keys)
 
 
-def _layered(app: FastAPI, config: ServerConfig, metrics: Metrics) -> FastAPI:
-    app.add_middleware(Auth, keys=KeyRing.load(config.api_keys_file))
+def _layered(app: FastAPI, config: ServerConfig, metrics: Metrics, keys: KeyRing) -> FastAPI:
+    app.add_middleware(Auth, keys=keys)
     origins = [origin.strip() for origin in config.allowed_origins.split(",") if origin.strip()]
     app.add_middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
@@ -97,17 +102,18 @@ def _layered(app: FastAPI, config: ServerConfig, metrics: Metrics) -> FastAPI:
 def serve(
     engine,
     config: ServerConfig,
+    listener: socket.socket,
     *,
+    keys: KeyRing | None = None,
     metrics: Metrics | None = None,
     tracing: Tracing | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains; a second signal aborts what still runs.
 
-    Raises OSError when the port is taken. on_listening(url) is called once it accepts connections.
+    listener: made by `listen`. on_listening(url) is called once it accepts connections.
     """
-    app = create_app(engine, config, metrics, tracing)
-    listener = listen(config.host, config.port)
+    app = create_app(engine, config, metrics, tracing, keys)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}"
     server = DrainingServer(app, engine, config, lambda: on_listening(url))
@@ -121,7 +127,8 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one."""
+    """A socket at this address, which nobody can connect to until it is served; port 0 takes a
+    free one. Raises OSError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

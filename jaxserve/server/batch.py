@@ -13,7 +13,7 @@ import contextlib
 import os
 import pathlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import orjson
 
@@ -25,26 +25,25 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddi
 
 
 def run(
-    source: pathlib.Path,
+    lines: Sequence[dict],
     target: pathlib.Path,
     engine,
     *,
     in_flight: int | None = None,
     progress: Callable[[str, int, int], None] = lambda item, done, total: None,
 ) -> int:
-    """Runs every line of source that target lacks; the number of lines that failed.
+    """Runs every line (of read_lines) that target lacks; the number of lines that failed.
 
     in_flight: lines at once; default: what the engine's queue takes. progress(custom_id, done,
-    total) is called after each line. Raises ValueError for lines that are not requests, before
-    anything runs, and EngineFailed when the engine has ended; what is in target then stays.
+    total) is called after each line. Raises EngineFailed when the engine has ended; what is in
+    target then stays.
     """
-    source, target = pathlib.Path(source), pathlib.Path(target)
-    return asyncio.run(_run(source, target, engine, in_flight, progress))
+    return asyncio.run(_run(lines, target, engine, in_flight, progress))
 
 
-async def _run(source, target, engine, in_flight, progress) -> int:
+async def _run(lines, target, engine, in_flight, progress) -> int:
     finished = repair(target)
-    lines = [line for line in read_lines(source) if line["custom_id"] not in finished]
+    lines = [line for line in lines if line["custom_id"] not in finished]
     # No client to protect against here: a line may be as long and take as long as it needs.
     config = ServerConfig(max_body_bytes=1 << 30, request_timeout_s=7 * 24 * 3600.0)
     app = create_app(engine, config)

@@ -21,6 +21,10 @@ def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def run(source, target, engine, **arguments):
+    return batch.run(list(batch.read_lines(source)), target, engine, **arguments)
+
+
 def read(path):
     return {line["custom_id"]: line for line in map(json.loads, path.read_text().splitlines())}
 
@@ -32,7 +36,7 @@ def test_answers_and_failures_by_line(tmp_path):
     write(source, [line(0), line(1, temperature="hot"), chat])
     shown = io.StringIO()
     with Progress(Console(file=shown, force_terminal=True)) as progress:
-        failed = batch.run(source, target, FakeEngine(), progress=progress.part("answer"))
+        failed = run(source, target, FakeEngine(), progress=progress.part("answer"))
     assert failed == 1 and "3/3" in shown.getvalue()
     results = read(target)
     good = results["id-0"]["response"]
@@ -46,12 +50,12 @@ def test_answers_and_failures_by_line(tmp_path):
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(source, [line(i) for i in range(5)])
-    batch.run(source, target, FakeEngine())
+    run(source, target, FakeEngine())
     whole = read(target)
     kept = target.read_text().splitlines(keepends=True)[:3]
     target.write_text("".join(kept) + '{"id": "batch_req_1", "custom_id": "id-')  # torn
     engine = FakeEngine()
-    assert batch.run(source, target, engine) == 0
+    assert run(source, target, engine) == 0
     assert len(engine.calls) == 2
     text = lambda results: {
         name: result["response"]["body"]["choices"][0]["text"] for name, result in results.items()
@@ -71,18 +75,18 @@ def test_a_full_queue_is_waited_for(tmp_path):
         return stats()
 
     engine.stats = busy_at_first
-    assert batch.run(source, target, engine) == 0
+    assert run(source, target, engine) == 0
 
 
 def test_an_engine_that_has_ended_ends_the_run_and_keeps_what_is_done(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(source, [line(0), line(1)])
     engine = FakeEngine()
-    batch.run(source, target, engine)
+    run(source, target, engine)
     write(source, [line(0), line(1), line(2)])
     engine.state = "dead"
     with pytest.raises(EngineFailed, match="dead"):
-        batch.run(source, target, engine)
+        run(source, target, engine)
     assert len(read(target)) == 2
 
 
@@ -96,10 +100,8 @@ def test_an_engine_that_has_ended_ends_the_run_and_keeps_what_is_done(tmp_path):
         (json.dumps(line(0, stream=True)), "without stream"),
     ],
 )
-def test_bad_lines_are_found_before_anything_runs(tmp_path, text, complaint):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_bad_lines_are_told_by_number(tmp_path, text, complaint):
+    source = tmp_path / "in.jsonl"
     source.write_text(text)
-    engine = FakeEngine()
     with pytest.raises(ValueError, match=complaint):
-        batch.run(source, target, engine)
-    assert engine.calls == []
+        list(batch.read_lines(source))

@@ -146,9 +146,9 @@ def test_reports_come_by_themselves_and_at_the_end(monkeypatch, caplog):
 def test_the_flag_puts_it_to_work(tmp_path):
     SECOND_A_STEP.save(tmp_path / "cost.json")
     core = types.SimpleNamespace(scheduler=Scheduler(LIMITS), observers=[])
-    assert verbs._shadow(ServerConfig(), core) is None
+    assert verbs._shadow(ServerConfig(), None, core) is None
     config = ServerConfig(shadow_policy="vtc", shadow_cost_model=str(tmp_path / "cost.json"))
-    shadow = verbs._shadow(config, core)
+    shadow = verbs._shadow(config, verbs._shadow_cost(config), core)
     assert isinstance(core.scheduler, ShadowedScheduler) and core.observers == [shadow]
     assert shadow._cost == SECOND_A_STEP and shadow._thread.is_alive()
     shadow.close()
