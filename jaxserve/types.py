@@ -253,7 +253,7 @@ class Sequence:
         self.max_total = max_total  # prompt + output tokens at which it ends with LENGTH
         self.slot: int | None = None  # its row in SlotArray, from admission to finish or preemption
         self.finish: FinishReason | None = None
-        self.stop_reason: int | str | None = None  # the stop id or stop string that ended it
+        self.stop_reason: int | str | None = None  # the client's stop id or string that ended it
         self.num_cached = 0  # prompt tokens served by the prefix cache at first admission
         self.num_scored = 0  # prompt positions whose log-probabilities were passed on
         self.num_preemptions = 0

@@ -243,7 +243,7 @@ class OutputStage:
     def _add_text(self, event, choice, delta, scheduler) -> None:
         sequence, params = event.sequence, event.sequence.request.params
         ended_by_token = event.finish is FinishReason.STOP
-        if ended_by_token and not (params.include_stop_str_in_output and sequence.stop_reason):
+        if ended_by_token and not params.include_stop_str_in_output:
             return  # an end token is not text
         delta.text = choice.stream.push(event.token)
         if choice.stream.stopped is not None and not ended_by_token:

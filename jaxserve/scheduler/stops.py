@@ -33,7 +33,8 @@ class StopRules:
     def find_ends(
         self, sequences: SequenceOf[Sequence], token_S: np.ndarray, tokens: list[int], full_S
     ) -> dict[int, tuple[FinishReason, int | None]]:
-        """Which of these rows have ended with their new token: row -> (reason, stop id).
+        """Which of these rows have ended with their new token: row -> (reason, stop id, if it is
+        one that the client named).
 
         tokens: token_S as a list. full_S: whether the row has all the tokens that it may have.
         """
@@ -41,7 +42,8 @@ class StopRules:
         for row in (full_S | self.suspects(token_S)).nonzero()[0].tolist():
             if self.ends(sequences[row], tokens[row]):
                 # An end token at the very last place is still the model's own end.
-                ends[row] = (FinishReason.STOP, tokens[row])
+                named = tokens[row] in sequences[row].request.params.stop_token_ids
+                ends[row] = (FinishReason.STOP, tokens[row] if named else None)
             elif full_S[row]:
                 ends[row] = (FinishReason.LENGTH, None)
         return ends

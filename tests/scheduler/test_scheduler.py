@@ -94,6 +94,15 @@ def test_b019_an_end_token_at_the_last_place_is_a_stop():
     assert driver.sequences["r0", 0].stop_reason == tokens[at]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_reason_of_a_stop_is_an_id_that_the_client_named(named):
+    driver = Driver(small_limits(vocab_size=5, eos_ids=(3,)))
+    driver.send([1] * 4, max_tokens=60, stop_token_ids=[3] if named else [])
+    driver.run()
+    assert driver.ends["r0", 0] is FinishReason.STOP
+    assert driver.sequences["r0", 0].stop_reason == (3 if named else None)
+
+
 def test_min_tokens_holds_back_every_kind_of_end():
     driver = Driver(small_limits(vocab_size=5, eos_ids=(3,)))
     for length in range(1, 12):
