@@ -36,9 +36,9 @@ POOLINGS = ("mean", "last")
 class RequestRefused(ValueError):
     """A request the engine will not take; the message says what to change.
 
-    code: "invalid_value", "context_length_exceeded", "capacity_exceeded", "queue_full",
-      "rate_limited" (a tenant's own quota) or "shutting_down". retry_after: seconds after which
-      trying again makes sense, None when never.
+    code: "invalid_value", "invalid_grammar", "context_length_exceeded", "capacity_exceeded",
+      "queue_full", "rate_limited" (a tenant's own quota) or "shutting_down". retry_after: seconds
+      after which trying again makes sense, None when never.
     param: name of the offending field, if one is to blame.
     """
 

@@ -85,8 +85,8 @@ class OutputStage:
                     self._compiler = GrammarCompiler(self.tokenizer, self._vocab_size)
             return [self._compiler.matcher(params.grammar) for _ in range(params.n)]
         except GrammarRefused as error:
-            param = "tools" if params.grammar.frame else "response_format"
-            raise RequestRefused(str(error), param=param) from None
+            field = params.grammar.field
+            raise RequestRefused(f"{field}: {error}", code="invalid_grammar", param=field) from None
 
     def open(self, request: Request, matchers: abc.Sequence[GrammarMatcher] = ()) -> None:
         """Starts tracking a request. matchers: one for each choice, when it has a grammar."""

@@ -72,7 +72,7 @@ def framed(
     start = body if thought is None else _thought_before(thought, body, rules)
     frame = "\n".join(f"{name}: {rule}" for name, rule in {"start": start, **rules}.items())
     kind, text = ("", "") if answer is None else (answer.kind, answer.text)
-    return GrammarSpec(kind, text, bounded(frame))
+    return GrammarSpec(kind, text, bounded(frame), answer.field if calls is None else "tools")
 
 
 def _thought_before(thought: Thought, body: str, rules: dict[str, str]) -> str:

@@ -34,11 +34,14 @@ class GrammarSpec:
 
     frame: Lark of the whole output when there is more to it, with @answer where kind and text come
     in (kind "": nowhere). Made by jaxserve.grammar.calls.
+
+    field: the client's name for it, to blame in a refusal.
     """
 
     kind: str
     text: str
     frame: str = ""
+    field: str = dataclasses.field(default="grammar", compare=False)
 
     @property
     def what(self) -> str:

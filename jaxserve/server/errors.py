@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.grammar import GrammarRefused
 from jaxserve.types import EngineFailed, RequestRefused
 
 logger = logging.getLogger("jaxserve.server")
@@ -97,8 +96,6 @@ def from_exception(error: BaseException, request_id: str = "") -> ApiError:
             return ApiError(status, str(error), error.code, error.param, retry, close=status == 503)
         case pydantic.ValidationError():
             return from_validation(error)
-        case GrammarRefused():
-            return ApiError(400, str(error), "invalid_grammar", "response_format")
         case EngineFailed():
             logger.error("request %s: the engine failed", request_id)
             message = f"The engine failed while it ran this request (id {request_id}); try again."
@@ -148,9 +145,7 @@ def quote(value) -> str:
     return text if len(text) <= QUOTED_CHARS else text[:QUOTED_CHARS] + "…"
 
 
-HANDLED = (
-    ApiError, RequestRefused, GrammarRefused, pydantic.ValidationError, EngineFailed, HTTPException
-)  # fmt: skip
+HANDLED = (ApiError, RequestRefused, pydantic.ValidationError, EngineFailed, HTTPException)
 
 
 async def handle(request: Request, error: Exception) -> Response:

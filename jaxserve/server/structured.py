@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def grammar_of_format(form: Any, field: str) -> GrammarSpec | None:
 
 def _made(maker: Callable[[Any], GrammarSpec], value: Any, field: str) -> GrammarSpec:
     try:
-        return maker(value)
+        return dataclasses.replace(maker(value), field=field)
     except GrammarRefused as error:
         raise ApiError(400, f"{field}: {error}", "invalid_grammar", field) from None
 

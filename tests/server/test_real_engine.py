@@ -144,10 +144,33 @@ def test_forced_tools_that_cannot_be_are_refused(api):
     broken = tool("f", {"type": "object", "properties": {"a": {"pattern": "(a{1,999}){1,999}"}}})
     with pytest.raises(openai.BadRequestError, match=r"f\.parameters"):
         chat(api, tools=[broken], tool_choice="required")
-    nothing = tool("f", {"type": "object", "properties": {"a": False}, "required": ["a"]})
+    nothing = tool("f", NEVER)
     with pytest.raises(openai.BadRequestError) as caught:
         chat(api, tools=[nothing], tool_choice="required", stream=True)
     assert caught.value.param == "tools"
+
+
+NEVER = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("guided_json", NEVER), ("guided_regex", "(a"), ("guided_grammar", "start: b"),
+        ("structured_outputs", {"regex": "[z-a]"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": NEVER}}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_only_the_compiler_can_refuse_is_told_by_the_clients_name(api, field, value, stream):
+    asked = {"model": "tiny", "extra_body": {field: value}, "stream": stream}
+    for ask in (
+        lambda: api.completions.create(prompt="a", **asked),
+        lambda: api.chat.completions.create(messages=HI, **asked),
+    ):
+        with pytest.raises(openai.BadRequestError, match=field) as caught:
+            ask()
+        assert (caught.value.param, caught.value.code) == (field, "invalid_grammar")
 
 
 def test_logprobs_of_an_answer_are_those_of_the_prompt_it_becomes(api):

@@ -5,7 +5,7 @@ import json
 import pytest
 from test_completions import error_of
 
-from jaxserve.grammar import GrammarRefused, GrammarSpec
+from jaxserve.grammar import GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -59,10 +59,3 @@ def test_nesting_beyond_the_bound_is_a_400_and_the_next_request_works(client):
         schema = {"type": "object", "properties": {"a": schema}}
     assert client.chat(response_format=form(schema), max_tokens=1).status_code in (200, 400)
     assert client.chat(max_tokens=1).status_code == 200
-
-
-def test_what_only_the_compiler_can_refuse_is_a_400_too(client, engine):
-    engine.refusal = GrammarRefused("nothing satisfies the regex")
-    error = error_of(client.complete(prompt="a", guided_regex="a"))
-    assert error["code"] == "invalid_grammar"
-    error_of(client.complete(prompt="a", guided_regex="a", stream=True))
