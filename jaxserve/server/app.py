@@ -41,7 +41,7 @@ from jaxserve.server.service import Service
 
 logger = logging.getLogger("jaxserve.server")
 
-FAMILIES = (completions, chat, responses, anthropic, embeddings, tokens, status, pages)
+FAMILIES = (completions, chat, responses, anthropic, embeddings, tokens, status, pages, openapi)
 FLUSH_S = 5.0  # after the engine has drained, how long answers may take to leave
 
 
@@ -72,8 +72,7 @@ def create_app(
         title="jaxserve",
         version=importlib.metadata.version("jaxserve"),
         lifespan=lifespan,
-        docs_url=None,  # they load scripts from elsewhere
-        redoc_url=None,
+        openapi_url=None,  # ours also describes bodies; the pages over it load from elsewhere
         redirect_slashes=False,  # redirects would quote the client's Host header
     )
     app.state.service = service
@@ -82,7 +81,6 @@ def create_app(
         app.include_router(family.router)
     for kind in errors.HANDLED:
         app.add_exception_handler(kind, errors.handle)
-    openapi.install(app)
     return _layered(app, config, metrics, keys)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+
+from jaxserve.server.errors import json_response
+
+router = APIRouter(include_in_schema=False)
 
 _bodies: dict[str, type] = {}
 REFUSALS = {
@@ -62,15 +66,12 @@ def takes(model: type, *, streams: bool = False) -> dict:
     return route
 
 
-def install(app: FastAPI) -> None:
-    """Makes app.openapi() describe bodies and errors."""
-
-    def document():
-        if app.openapi_schema is None:
-            app.openapi_schema = _build(app)
-        return app.openapi_schema
-
-    app.openapi = document
+@router.get("/openapi.json")
+async def openapi(request: Request):
+    app = request.app
+    if app.openapi_schema is None:
+        app.openapi_schema = _build(app)
+    return json_response(app.openapi_schema)
 
 
 def _build(app: FastAPI) -> dict:

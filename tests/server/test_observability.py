@@ -78,6 +78,14 @@ def test_labels_are_bounded_whatever_clients_send(client):
     assert len(client.get("/metrics").text.splitlines()) <= before + 2  # 200 of /metrics itself
 
 
+def test_every_route_is_counted_by_its_own_name(client):
+    paths = {"/openapi.json", "/", "/dashboard", *client.get("/openapi.json").json()["paths"]}
+    for path in paths:
+        client.get(path)
+    counted = {dict(labels).get("route") for name, labels in scrape(client) if "responses" in name}
+    assert {route.replace(":path", "") for route in counted} == paths
+
+
 def test_ends_by_reason(engine, client):
     engine.expire_at = 1
     client.complete(prompt="a")
