@@ -14,6 +14,8 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.types import (
     CompletionOutput,
@@ -22,9 +24,10 @@ from jaxserve.types import (
     Request,
     RequestOutput,
     SamplingParams,
+    token_ids,
 )
 
-Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, str | Sequence[int]]
 
 
 class LLM:
@@ -74,7 +77,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts.
 
-        prompts: a text, token ids, {"prompt_token_ids": ids}, or a list of these.
+        prompts: a text, token ids (a list or an array), {"prompt": text},
+          {"prompt_token_ids": ids}, or a list of these.
         sampling_params: one for all, or one for each prompt.
         on_output: called with each RequestOutput when it finishes, e.g. for a progress bar.
 
@@ -124,11 +128,11 @@ class LLM:
             self._leave([request])
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             return prompt, tuple(self.tokenizer.encode(prompt))
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"]
-        return None, tuple(int(token) for token in prompt)
+        return None, token_ids(prompt)
 
     def _request(self, ids, params) -> Request:
         return Request(
@@ -186,8 +190,10 @@ class LLM:
 
 
 def _as_list(prompts) -> list[Prompt]:
-    one = isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    if isinstance(prompts, (str, Mapping)) or hasattr(prompts, "dtype"):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], (int, np.integer)) else prompts
 
 
 def _for_each(params, count) -> list[SamplingParams]:

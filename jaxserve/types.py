@@ -80,6 +80,27 @@ def _token_id(name, value):
     return int(value)
 
 
+def token_ids(prompt) -> tuple[int, ...]:
+    """The ids of a sequence of integers, numpy's too, or of an array of one dimension. Raises
+    RequestRefused for anything else; whether the model has them is checked by the scheduler."""
+    if hasattr(prompt, "dtype"):
+        array = np.asarray(prompt)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            kind = f"an array of {array.dtype} with shape {array.shape}"
+            raise RequestRefused(f"{kind} is no prompt: {_PROMPTS}", param="prompt")
+        return tuple(array.tolist())
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, SequenceOf):
+        raise RequestRefused(f"{prompt!r:.80} is no prompt: {_PROMPTS}", param="prompt")
+    for kind in set(map(type, prompt)) - {int}:
+        if not issubclass(kind, (int, np.integer)) or kind is bool:
+            rule = f"token ids are integers, and one is of type {kind.__name__}"
+            raise RequestRefused(f"prompt: {rule}", param="prompt")
+    return tuple(map(int, prompt))
+
+
+_PROMPTS = "give a text, or a list or array of token ids"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Validated once, here; raises RequestRefused.

@@ -28,6 +28,7 @@ from jaxserve.types import (
     Request,
     RequestRefused,
     SamplingParams,
+    token_ids,
 )
 
 _COMPILING_THREADS = 2  # for grammars; one may take a processor for a second
@@ -180,7 +181,7 @@ class AsyncEngine:
             raise EngineFailed(self._failure)
         request = Request(
             id=request_id or secrets.token_hex(8),
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=token_ids(prompt_ids),
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
             tenant=tenant,

@@ -3,10 +3,13 @@
 import itertools
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from tests.engine.harness import IdTokenizer, make_core
+from jaxserve.types import RequestRefused
+from tests.engine.harness import VOCAB, IdTokenizer, make_core
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [1, 2, 3], [40, 50, 60, 70], list(range(100, 130))
@@ -31,6 +34,38 @@ def alone(llm):
 
 def tokens_of(deltas) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        np.array, tuple, lambda ids: np.array(ids, np.uint16), lambda ids: list(np.array(ids)),
+        jnp.array, lambda ids: {"prompt_token_ids": np.array(ids)},
+    ],
+)  # fmt: skip
+def test_ids_in_every_form(llm, alone, form):
+    outputs = llm.generate(form(PROMPTS[0]), GREEDY)
+    outputs += llm.generate([form(prompt) for prompt in PROMPTS], GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [alone[0], *alone]
+    assert all(type(token) is int for token in outputs[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "prompt, says",
+    [
+        (np.array([[1, 2], [3, 4]]), r"array of int64 with shape \(2, 2\)"),
+        (np.array([1.0, 2.0]), "array of float64"), (np.array([True]), "array of bool"),
+        (np.array(7), r"shape \(\)"), ([True, 2], "of type bool"), ([1, 2.0], "of type float"),
+        ([1, "a"], "of type str"), ([None], "None is no prompt"), ([1, VOCAB], "between 0 and 383"),
+        ([1, -1], "between 0 and 383"), ([1, 2**70], "between 0 and 383"), ([[]], "no tokens"),
+        (np.array([], np.int32), "no tokens"), ({"text": "a"}, "None is no prompt"),
+        ([b"a"], "is no prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused_and_says_why(llm, prompt, says):
+    with pytest.raises(RequestRefused, match=says) as refused:
+        llm.generate(prompt, GREEDY)
+    assert refused.value.param == "prompt"
 
 
 def test_streams_read_in_turns_keep_apart(llm, alone):
