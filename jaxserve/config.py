@@ -256,6 +256,8 @@ class ServerConfig:
             self, port=0, max_body_bytes=1024, request_timeout_s=0, drain_timeout_s=0,
             client_timeout_s=0,
         )  # fmt: skip
+        if not self.host:
+            raise ValueError("--host is empty: give an address; 0.0.0.0 for all of this machine")
         if self.port > 65535:
             raise ValueError(f"--port={self.port}: must be at most 65535")
         if self.profile_dir is not None and self.api_keys_file is None:

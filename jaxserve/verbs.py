@@ -81,7 +81,7 @@ def serve(
 
     start = time.monotonic()
     keys = KeyRing.load(server_config.api_keys_file)
-    listener = app.listen(server_config.host, server_config.port)
+    listener = app.bind(server_config.host, server_config.port)
     shadow_cost = _shadow_cost(server_config)
     endpoint = server_config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.connect(endpoint)

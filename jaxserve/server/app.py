@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.metadata
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -109,13 +110,16 @@ def serve(
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains; a second signal aborts what still runs.
 
-    listener: made by `listen`. on_listening(url) is called once it accepts connections.
+    listener: made by `bind`. on_listening(url) is called once it accepts connections. Raises
+    OSError when another process has come to listen on the port since.
     """
     app = create_app(engine, config, metrics, tracing, keys)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}"
     server = DrainingServer(app, engine, config, lambda: on_listening(url))
     try:
+        with _telling(config.host, config.port):
+            listener.listen()  # the event loop does it again, and uvloop is silent when it fails
         server.run(sockets=[listener])
     finally:
         listener.close()
@@ -124,19 +128,31 @@ def serve(
             tracing.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A socket at this address, which nobody can connect to until it is served; port 0 takes a
     free one. Raises OSError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; try --port=0") from error
     listener.set_inheritable(False)
+    try:
+        with _telling(host, port):
+            listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
     return listener
+
+
+@contextlib.contextmanager
+def _telling(host: str, port: int) -> Iterator[None]:
+    """Tells where it was that one cannot listen, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "try --port=0" if of_port else "give --host an address of this machine"
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
 
 
 class DrainingServer(uvicorn.Server):

@@ -27,7 +27,7 @@ def serving(engine, tracing=None, **settings):
     runs then is cancelled."""
     config = ServerConfig(port=0, **settings)
     application = server_app.create_app(engine, config, tracing=tracing)
-    listener = server_app.listen(config.host, 0)
+    listener = server_app.bind(config.host, 0)
     listening = threading.Event()
     server = server_app.DrainingServer(application, engine, config, listening.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

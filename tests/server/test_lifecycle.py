@@ -240,3 +240,16 @@ def test_drain_timeout_aborts(engine):
         assert error_of(finish(), 500)["code"] == "engine_failed"
         running.thread.join(60)
         assert not running.thread.is_alive()
+
+
+def test_a_port_that_another_process_took_while_the_model_loaded(engine):
+    with server_app.bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        late = server_app.bind("127.0.0.1", port)
+        other.listen()
+        for act in (
+            lambda: server_app.bind("127.0.0.1", port),
+            lambda: server_app.serve(engine, ServerConfig(port=port), late),
+        ):
+            with pytest.raises(OSError, match=f"127.0.0.1:{port}: Address already in use; try"):
+                act()
