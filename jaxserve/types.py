@@ -53,6 +53,10 @@ class EngineFailed(RuntimeError):
     """A device step failed and took this request with it. The request itself was not at fault."""
 
 
+class EngineStopped(EngineFailed):
+    """The engine was shut down while the request was open."""
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the model length

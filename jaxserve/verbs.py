@@ -139,7 +139,12 @@ def _shadow(config: ServerConfig, cost, core):
 
 
 def _greet(engine, url: str, progress: Progress, start: float) -> None:
-    engine.wait_until_ready()
+    from jaxserve.types import EngineFailed
+
+    with contextlib.suppress(EngineFailed):  # which its own thread has told
+        engine.wait_until_ready()
+    if engine.health().state != "ready":
+        return
     # What a start leaves behind stays for good. Looking through it for garbage would stop every
     # stream for 90 ms each time (the demo model on a CPU; measured).
     gc.collect()

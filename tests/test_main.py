@@ -14,6 +14,7 @@ import pytest
 from jaxserve import config, main, verbs
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.progress import Progress
+from jaxserve.types import EngineFailed
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 
@@ -149,10 +150,24 @@ def test_help_does_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+def engine_in(state, wait=lambda: None):
+    return types.SimpleNamespace(
+        wait_until_ready=wait, model_name="m", description="runs", memory_table="table",
+        health=lambda: types.SimpleNamespace(state=state),
+    )  # fmt: skip
+
+
+def test_a_server_that_ends_before_it_is_ready_says_nothing_of_it(capsys):
+    def ended():
+        raise EngineFailed("the engine has shut down")
+
+    for engine in (engine_in("draining"), engine_in("stopped", ended)):
+        verbs._greet(engine, "http://here", Progress(), 0.0)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_ready_server_is_not_searched_for_garbage(capsys):
-    engine = types.SimpleNamespace(
-        wait_until_ready=lambda: None, model_name="m", description="runs", memory_table="table"
-    )
+    engine = engine_in("ready")
     try:
         verbs._greet(engine, "http://here", Progress(), 0.0)
         assert gc.get_freeze_count() > 1000

@@ -23,6 +23,7 @@ from jaxserve.engine.core import EngineCore, EngineStats, Observer
 from jaxserve.scheduler.stats import Standing
 from jaxserve.types import (
     EngineFailed,
+    EngineStopped,
     FinishReason,
     OutputDelta,
     Request,
@@ -156,7 +157,7 @@ class AsyncEngine:
         """Blocks until the programs are compiled. Raises EngineFailed when that failed."""
         self._settled.wait()
         if self._ended:
-            raise EngineFailed(self._failure)
+            raise self._end()
 
     async def generate(
         self,
@@ -172,13 +173,13 @@ class AsyncEngine:
         """Yields the news of the request's choices until all have finished.
 
         Closing the iterator, or cancelling the task, aborts the request. Raises RequestRefused
-        before the first delta, EngineFailed when a device step failed under it.
+        before the first delta, EngineFailed when a device step failed under it or the engine ended.
         """
         now = self.core.clock()
         if self._state not in ("starting", "ready"):
             raise RequestRefused(f"the engine is {self._state}", code="shutting_down")
         if self._ended:
-            raise EngineFailed(self._failure)
+            raise self._end()
         request = Request(
             id=request_id or secrets.token_hex(8),
             prompt_ids=token_ids(prompt_ids),
@@ -199,7 +200,7 @@ class AsyncEngine:
         stream = _Stream(asyncio.get_running_loop(), params.n)
         self._post(lambda: self._add(request, matchers, stream))
         if self._ended:  # it ended in between: nobody will read the inbox
-            raise EngineFailed(self._failure or "the engine has shut down")
+            raise self._end()
         try:
             while stream.open_choices > 0:
                 deltas = await stream.take()
@@ -268,6 +269,12 @@ class AsyncEngine:
             self._inbox.append(job)
             self._wake.notify_all()
 
+    def _end(self) -> EngineFailed:
+        """What to tell of an engine that has ended."""
+        if self._failure:
+            return EngineFailed(self._failure)
+        return EngineStopped("the engine has shut down")
+
     def _busy(self) -> bool:
         return bool(self._inbox) or self.core.has_work
 
@@ -287,7 +294,7 @@ class AsyncEngine:
             self._failure = f"the engine thread failed: {type(error).__name__}: {error}"
             logging.getLogger("jaxserve").exception("the engine thread failed")
         finally:
-            self._fail_streams(EngineFailed(self._failure or "the engine has shut down"))
+            self._fail_streams(self._end())
             self._settled.set()
 
     def _wait_for_work(self) -> None:

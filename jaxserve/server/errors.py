@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.types import EngineFailed, RequestRefused
+from jaxserve.types import EngineFailed, EngineStopped, RequestRefused
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -96,6 +96,11 @@ def from_exception(error: BaseException, request_id: str = "") -> ApiError:
             return ApiError(status, str(error), error.code, error.param, retry, close=status == 503)
         case pydantic.ValidationError():
             return from_validation(error)
+        case EngineStopped():
+            message = (
+                "The server was shut down before it could finish this; send it to another one."
+            )
+            return ApiError(503, message, "shutting_down", retry_after=1, close=True)
         case EngineFailed():
             logger.error("request %s: the engine failed", request_id)
             message = f"The engine failed while it ran this request (id {request_id}); try again."

@@ -15,6 +15,7 @@ from jaxserve.engine.output import OutputStage
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types import (
     EngineFailed,
+    EngineStopped,
     FinishReason,
     OutputDelta,
     RequestRefused,
@@ -336,7 +337,7 @@ def test_shutting_down_fails_what_is_open():
             await asyncio.sleep(0)
         engine.core.runner.gate.set()
         await closing
-        with pytest.raises(EngineFailed):
+        with pytest.raises(EngineStopped):
             await task
 
     scheduler = Scheduler.from_config(CONFIG, eos_ids=(), vocab_size=VOCAB, cache_key=b"test")

@@ -23,6 +23,7 @@ from jaxserve.engine.core import EngineStats
 from jaxserve.tokenizer import Tokenizer, load
 from jaxserve.types import (
     EngineFailed,
+    EngineStopped,
     FinishReason,
     OutputDelta,
     RequestRefused,
@@ -179,7 +180,7 @@ class FakeEngine:
             await self._gate.wait()
             await asyncio.sleep(0)
             if self.state == "stopped":
-                raise EngineFailed("the engine has shut down")
+                raise EngineStopped("the engine has shut down")
             self.counts.steps += 1
             yield [choice.advance() for choice in choices if choice.finish is None]
 

@@ -228,7 +228,7 @@ def test_second_signal_aborts(engine):
         running.server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: engine.state == "draining")
         running.server.handle_exit(signal.SIGTERM, None)
-        assert error_of(finish(), 500)["code"] == "engine_failed"
+        assert error_of(finish(), 503)["code"] == "shutting_down"
         running.thread.join(60)
         assert not running.thread.is_alive()
 
@@ -237,7 +237,7 @@ def test_drain_timeout_aborts(engine):
     with serving(engine, drain_timeout_s=0.1) as running:
         finish = start_stream(running)
         running.server.handle_exit(signal.SIGINT, None)
-        assert error_of(finish(), 500)["code"] == "engine_failed"
+        assert error_of(finish(), 503)["code"] == "shutting_down"
         running.thread.join(60)
         assert not running.thread.is_alive()
 
