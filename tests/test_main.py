@@ -143,6 +143,14 @@ def test_help_of_every_verb_names_every_flag(verb, capsys):
             assert f"--{field.name}" in shown and field.metadata["help"]
 
 
+def test_without_a_home_folder_the_remedy_is_told(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    with pytest.raises(ValueError, match="set HOME or XDG_CACHE_HOME"):
+        main.cache_dir()
+
+
 def test_help_does_not_load_jax():
     """Help and flag errors come at once: jax takes a second to import."""
     code = "from jaxserve import main, sys; main.main(['--help']); assert 'jax' not in sys.modules"

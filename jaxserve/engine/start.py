@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import pathlib
 import platform
 import time
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import models, tokenizer
-from jaxserve.config import EngineConfig, SchedulerConfig, check_paths
+from jaxserve.config import EngineConfig, SchedulerConfig, check_path, check_paths
 from jaxserve.engine import memory
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.output import OutputStage
@@ -27,6 +28,8 @@ from jaxserve.obs import manifest
 from jaxserve.pallas_kernels.linear import api as linear
 from jaxserve.pallas_kernels.ragged_paged_attention import api as attention
 from jaxserve.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("jaxserve")
 
 MAX_MODEL_LEN_DEFAULT = 8192
 
@@ -190,11 +193,20 @@ def _describe(config, loaded, backend, device) -> str:
 
 def use_compile_cache(config: EngineConfig, cache_dir: pathlib.Path | None) -> None:
     """Keeps compiled programs between starts. jax ignores entries it cannot read or that belong
-    to other versions; a folder for each kind of machine keeps foreign instructions out."""
+    to other versions; a folder for each kind of machine keeps foreign instructions out. Raises
+    OSError for a folder of the settings that cannot be written; the user's need not be."""
     if config.compile_cache == "off":
         return
     base = config.compile_cache or (cache_dir or default_cache_dir()) / "programs"
-    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(base) / _machine_id()))
+    folder = str(pathlib.Path(base) / _machine_id())
+    try:
+        check_path(folder, "folder")
+    except OSError as error:
+        if config.compile_cache is not None:
+            raise
+        logger.warning("the next start compiles again: programs cannot be kept: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_raise_persistent_cache_errors", False)

