@@ -18,7 +18,7 @@ import orjson
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from jaxserve.server.errors import ApiError, ClientGone, from_exception
+from jaxserve.server.errors import ApiError, ClientGone, from_exception, quote
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 128
@@ -171,7 +171,11 @@ def route_of(scope) -> str:
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises ApiError 413 or 408, and ClientGone when it ends half-way."""
+    """The whole body. Raises ApiError 413, 415 or 408, and ClientGone when it ends half-way."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"Content-Encoding {quote(encoding)} is not read here; send the body as it is."
+        raise ApiError(415, message, "unsupported_encoding", close=True)
     declared = request.headers.get("content-length", "")
     too_large = ApiError(
         413, f"The body is larger than {max_bytes} bytes.", "body_too_large", close=True

@@ -18,6 +18,7 @@ REFUSALS = {
     "408": "The request arrived too slowly.",
     "409": "Something else is in the way; see the message.",
     "413": "The body is too large.",
+    "415": "The body is compressed.",
     "429": "Too many requests are waiting; see Retry-After.",
     "431": "The headers are too large.",
     "500": "The engine failed.",

@@ -1,5 +1,7 @@
 """Everything a stranger may put into a body: each answer is a 400 that names the field."""
 
+import gzip
+
 import orjson
 import pytest
 from test_completions import error_of
@@ -50,6 +52,14 @@ def test_bad_chat_values_name_their_field(client, engine, name, value):
 
 def raw(client, body: bytes, path="/v1/completions"):
     return client.post(path, content=body, headers={"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_compressed_body_is_refused_by_its_encoding(client, path):
+    body = gzip.compress(b'{"prompt": "a"}')
+    answer = client.post(path, content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and answer.headers["connection"] == "close"
+    assert 'Content-Encoding "gzip"' in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
