@@ -95,8 +95,9 @@ def read_lines(source: pathlib.Path) -> Iterator[dict]:
 
 
 def repair(target: pathlib.Path) -> set[str]:
-    """custom_ids that target has; cuts off a last line that a stop left unfinished."""
-    if not target.exists():
+    """custom_ids that target has; cuts off a last line that a stop left unfinished. A pipe or a
+    terminal has none."""
+    if not target.is_file():
         return set()
     finished, good = set(), 0
     with target.open("rb") as file:

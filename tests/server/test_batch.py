@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from fake_engine import BOS, FakeEngine, text_of
@@ -61,6 +62,18 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
         name: result["response"]["body"]["choices"][0]["text"] for name, result in results.items()
     }
     assert text(read(target)) == text(whole)
+
+
+def test_answers_go_into_a_pipe(tmp_path):
+    source, pipe = tmp_path / "in.jsonl", tmp_path / "pipe"
+    write(source, [line(0), line(1)])
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run(source, pipe, FakeEngine()) == 0
+        assert len(os.read(reader, 1 << 16).splitlines()) == 2
+    finally:
+        os.close(reader)
 
 
 def test_a_full_queue_is_waited_for(tmp_path):
