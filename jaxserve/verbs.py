@@ -260,6 +260,7 @@ def batch(engine_config, scheduling, files, cache_dir) -> int:
     source, target = files
     lines = list(batches.read_lines(pathlib.Path(source)))
     check_path(target, "write")
+    batches.check_target(pathlib.Path(target))
     with Progress(errors) as progress:
         engine = _start(engine_config, scheduling, progress, cache_dir)
         engine.wait_until_ready()

@@ -3,12 +3,14 @@
 Each input line is {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body": {...}};
 each output line is {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}.
 Lines are written as they finish, whole and flushed, so a run that was stopped goes on where it was:
-custom_ids that the output file has already are skipped, and a torn last line is dropped.
+custom_ids that the output file has already are skipped, and a torn last line is dropped. A file
+that holds anything else is not touched.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import os
 import pathlib
@@ -22,6 +24,7 @@ from jaxserve.server.app import create_app
 from jaxserve.types import EngineFailed
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+BEGINNING = b'{"id":"batch_req_'  # of every output line
 
 
 def run(
@@ -32,7 +35,8 @@ def run(
     in_flight: int | None = None,
     progress: Callable[[str, int, int], None] = lambda item, done, total: None,
 ) -> int:
-    """Runs every line (of read_lines) that target lacks; the number of lines that failed.
+    """Runs every line (of read_lines) that target lacks; the number of failures in target then,
+    those of earlier runs too.
 
     in_flight: lines at once; default: what the engine's queue takes. progress(custom_id, done,
     total) is called after each line. Raises EngineFailed when the engine has ended; what is in
@@ -42,28 +46,29 @@ def run(
 
 
 async def _run(lines, target, engine, in_flight, progress) -> int:
-    finished = repair(target)
-    lines = [line for line in lines if line["custom_id"] not in finished]
+    earlier = repair(target)
+    lines = [line for line in lines if line["custom_id"] not in earlier]
     # No client to protect against here: a line may be as long and take as long as it needs.
     config = ServerConfig(max_body_bytes=1 << 30, request_timeout_s=7 * 24 * 3600.0)
     app = create_app(engine, config)
     limit = in_flight or max(1, min(engine.config.max_queued // 2, 256))
-    slots, failed, done = asyncio.Semaphore(limit), 0, 0
+    slots, failed, done = asyncio.Semaphore(limit), sum(earlier.values()), 0
     with target.open("ab") as output:
 
         async def one(line: dict) -> None:
             nonlocal failed, done
-            async with slots:
-                result = await answer(app, line)
+            result = await answer(app, line)
             output.write(orjson.dumps(result) + b"\n")
             output.flush()
-            failed += result["response"]["status_code"] != 200
+            failed += _failed(result)
             done += 1
             progress(line["custom_id"], done, len(lines))
+            slots.release()
 
         try:
             async with asyncio.TaskGroup() as group:
                 for line in lines:
+                    await slots.acquire()
                     group.create_task(one(line))
         except* EngineFailed as errors:
             raise errors.exceptions[0] from None
@@ -75,6 +80,7 @@ def read_lines(source: pathlib.Path) -> Iterator[dict]:
     seen = set()
     with source.open("rb") as file:
         for number, text in enumerate(file, start=1):
+            text = text.removeprefix(codecs.BOM_UTF8)
             if not text.strip():
                 continue
             where = f"{source.name}:{number}"
@@ -94,22 +100,39 @@ def read_lines(source: pathlib.Path) -> Iterator[dict]:
             yield line
 
 
-def repair(target: pathlib.Path) -> set[str]:
-    """custom_ids that target has; cuts off a last line that a stop left unfinished. A pipe or a
-    terminal has none."""
+def check_target(target: pathlib.Path) -> tuple[dict[str, bool], int]:
+    """custom_ids that target has, and whether they failed; and its length without a last line that
+    a stop left unfinished. A pipe or a terminal has none. Raises ValueError for a file that is no
+    output of a batch: nobody wants it cut."""
+    failed, whole = {}, 0
     if not target.is_file():
-        return set()
-    finished, good = set(), 0
+        return failed, whole
     with target.open("rb") as file:
-        for text in file:
-            with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
-                if text.endswith(b"\n"):
-                    finished.add(orjson.loads(text)["custom_id"])
-                    good += len(text)
+        for number, text in enumerate(file, start=1):
+            if text.endswith(b"\n"):
+                with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+                    line = orjson.loads(text)
+                    failed[line["custom_id"]] = _failed(line)
+                    whole += len(text)
                     continue
-            break
-    os.truncate(target, good)
-    return finished
+            elif text[: len(BEGINNING)] == BEGINNING[: len(text)]:
+                break
+            raise ValueError(
+                f"{target.name}:{number} is no answer of a batch: name another file for answers"
+            )
+    return failed, whole
+
+
+def repair(target: pathlib.Path) -> dict[str, bool]:
+    """As check_target, and the unfinished line is cut off."""
+    failed, whole = check_target(target)
+    if target.is_file():
+        os.truncate(target, whole)
+    return failed
+
+
+def _failed(result: dict) -> bool:
+    return result["response"]["status_code"] != 200
 
 
 async def answer(app, line: dict) -> dict:

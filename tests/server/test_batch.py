@@ -54,7 +54,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     run(source, target, FakeEngine())
     whole = read(target)
     kept = target.read_text().splitlines(keepends=True)[:3]
-    target.write_text("".join(kept) + '{"id": "batch_req_1", "custom_id": "id-')  # torn
+    target.write_text("".join(kept) + '{"id":"batch_req_1","custom_id":"id-')  # torn
     engine = FakeEngine()
     assert run(source, target, engine) == 0
     assert len(engine.calls) == 2
@@ -62,6 +62,33 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
         name: result["response"]["body"]["choices"][0]["text"] for name, result in results.items()
     }
     assert text(read(target)) == text(whole)
+
+
+def test_a_line_that_failed_before_still_counts(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, [line(0), line(1, temperature="hot")])
+    assert [run(source, target, FakeEngine()) for _ in range(2)] == [1, 1]
+    assert len(target.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["my notes\n", "my notes", json.dumps(line(0)) + "\n", "{}\n", "\n"]
+)
+def test_a_file_that_holds_something_else_is_not_touched(tmp_path, text):
+    source, target = tmp_path / "in.jsonl", tmp_path / "notes"
+    write(source, [line(0)])
+    target.write_text(text)
+    engine = FakeEngine()
+    with pytest.raises(ValueError, match="notes:1 is no answer of a batch"):
+        run(source, target, engine)
+    assert target.read_text() == text and engine.calls == []
+
+
+def test_marks_of_other_systems_are_passed_over(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = "\r\n".join(["\ufeff" + json.dumps(line(0)), "", json.dumps(line(1))])
+    source.write_bytes(lines.encode())
+    assert run(source, target, FakeEngine()) == 0 and len(read(target)) == 2
 
 
 def test_answers_go_into_a_pipe(tmp_path):
