@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxserve.config import check_paths
+from jaxserve.types import EngineFailed
 from jaxserve.verbs import VERBS, Verb, console, errors
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def run() -> typing.NoReturn:
         status = main(sys.argv[1:])
     except KeyboardInterrupt:
         status = 130
-    except (ValueError, OSError, flags.Error) as error:
+    except (ValueError, OSError, EngineFailed, flags.Error) as error:
         line = " ".join(str(error).split())
         errors.print(f"jaxserve: {line}", style="red", markup=False, soft_wrap=True)
         status = 1

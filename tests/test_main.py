@@ -134,6 +134,19 @@ def test_looking_at_a_path_changes_nothing_there(tmp_path):
     assert folder.is_dir() and not list(folder.iterdir())
 
 
+def test_a_failed_engine_is_one_line(monkeypatch, capsys):
+    def fail(_):
+        raise EngineFailed("the engine thread failed: RuntimeError: no memory")
+
+    monkeypatch.setattr(main, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 1
+    assert (
+        capsys.readouterr().err == "jaxserve: the engine thread failed: RuntimeError: no memory\n"
+    )
+
+
 @pytest.mark.parametrize("verb", list(main.VERBS))
 def test_help_of_every_verb_names_every_flag(verb, capsys):
     assert main.main([verb, "--help"]) == 0

@@ -7,6 +7,7 @@ steps the core, and wakes each event loop once a step with everything that is ne
 from __future__ import annotations
 
 import asyncio
+import atexit
 import collections
 import concurrent.futures
 import contextlib
@@ -125,6 +126,8 @@ class AsyncEngine:
         self._idle_since = core.clock()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
+        # Python's end would stop the thread anywhere, in native code with an abort.
+        atexit.register(self.shutdown)
 
     @classmethod
     def start(cls, config: EngineConfig, *, progress=None) -> AsyncEngine:
@@ -259,6 +262,7 @@ class AsyncEngine:
         with self._wake:
             self._wake.notify_all()
         self._thread.join(timeout=60)
+        atexit.unregister(self.shutdown)
 
     # ---- engine thread ------------------------------------------------------------------------
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import pathlib
 import queue
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -343,6 +346,24 @@ def test_shutting_down_fails_what_is_open():
     scheduler = Scheduler.from_config(CONFIG, eos_ids=(), vocab_size=VOCAB, cache_key=b"test")
     core = EngineCore(scheduler, CountingRunner(), OutputStage(IdTokenizer()), Clock())
     asyncio.run(main(AsyncEngine(core, IdTokenizer(), config=CONFIG)))
+
+
+def test_python_ends_after_the_engine_thread():
+    """Python's end kills what threads are left wherever they are: in native code, with an abort."""
+    code = """
+import atexit, asyncio
+from tests.engine import test_async_engine as tests
+atexit.register(lambda: print("thread alive:", engine._thread.is_alive()))
+scheduler = tests.Scheduler.from_config(tests.CONFIG, eos_ids=(), vocab_size=tests.VOCAB)
+output = tests.OutputStage(tests.IdTokenizer())
+core = tests.EngineCore(scheduler, tests.CountingRunner(), output, tests.Clock())
+engine = tests.AsyncEngine(core, tests.IdTokenizer(), config=tests.CONFIG)
+asyncio.run(tests.gather(engine, [1]))
+raise KeyboardInterrupt
+"""
+    root = pathlib.Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert ended.stdout == "thread alive: False\n", ended.stderr
 
 
 def test_an_end_that_arrives_with_the_last_tokens_is_not_missed():
