@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import collections
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -31,7 +33,7 @@ Prompt = str | Sequence[int] | np.ndarray | Mapping[str, str | Sequence[int]]
 
 
 class LLM:
-    """Loads a model and generates for lists of prompts. Not thread safe.
+    """Loads a model and generates for lists of prompts. Threads may share it.
 
     Args:
       model: "demo", a .gguf file, a Hugging Face folder, or a hub id.
@@ -39,6 +41,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", *, progress=None, **settings):
+        # A full queue refuses so that clients of a server try elsewhere; here is nobody else.
+        settings = {"max_queued": sys.maxsize, "max_queued_tokens": sys.maxsize} | settings
         self._start(EngineConfig(model=str(model), **settings), progress)
 
     @classmethod
@@ -64,6 +68,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.config = self.engine.config
         self._inboxes: dict[str, collections.deque] = {}  # by request
+        self._lock = threading.RLock()  # of the core; a stream may be collected as garbage under it
 
     def get_tokenizer(self):
         return self.tokenizer
@@ -105,7 +110,9 @@ class LLM:
         **template_arguments,
     ) -> list[RequestOutput]:
         """Like generate, for one conversation or a list of them, by the model's chat template."""
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations = list(messages)
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
         prompts = [
             self.tokenizer.encode_chat(list(conversation), tools=tools, **template_arguments)
             for conversation in conversations
@@ -135,6 +142,8 @@ class LLM:
         return None, token_ids(prompt)
 
     def _request(self, ids, params) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{params!r} is no SamplingParams")
         return Request(
             id=secrets.token_hex(8),
             prompt_ids=ids,
@@ -167,26 +176,29 @@ class LLM:
 
     def _add(self, requests, inbox) -> None:
         core = self.engine.core
-        for request in requests:
-            core.add(request, core.output.matchers(request.params))
-            self._inboxes[request.id] = inbox
+        with self._lock:
+            for request in requests:
+                core.add(request, core.output.matchers(request.params))
+                self._inboxes[request.id] = inbox
 
     def _next(self, inbox) -> Iterator[tuple[str, OutputDelta]]:
         """What has come for an inbox, after a step if that is nothing."""
-        if not inbox:
-            for request_id, delta in self.engine.core.step():
-                if request_id in self._inboxes:
-                    self._inboxes[request_id].append((request_id, delta))
+        with self._lock:
+            if not inbox:
+                for request_id, delta in self.engine.core.step():
+                    if request_id in self._inboxes:
+                        self._inboxes[request_id].append((request_id, delta))
         while inbox:
             yield inbox.popleft()
 
     def _leave(self, requests) -> None:
         core = self.engine.core
-        for request in requests:
-            if self._inboxes.pop(request.id, None) is not None:
-                core.abort(request.id)
-        while not self._inboxes and core.has_work:
-            core.step()
+        with self._lock:
+            for request in requests:
+                if self._inboxes.pop(request.id, None) is not None:
+                    core.abort(request.id)
+            while not self._inboxes and core.has_work:
+                core.step()
 
 
 def _as_list(prompts) -> list[Prompt]:
@@ -201,9 +213,10 @@ def _for_each(params, count) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    params = list(params)
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or as many")
-    return list(params)
+    return params
 
 
 def _no_logprobs(params: SamplingParams):

@@ -1,5 +1,6 @@
 """The offline API: requests share an engine, and each gets what is its own."""
 
+import concurrent.futures
 import itertools
 import types
 
@@ -81,6 +82,39 @@ def test_generate_in_the_middle_of_a_stream(llm, alone):
     outputs = llm.generate(PROMPTS[1:], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == alone[1:]
     assert read + tokens_of(stream) == alone[0]
+
+
+def test_threads_share_it(llm, alone):
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        batches = [pool.submit(llm.generate, PROMPTS, GREEDY) for _ in range(3)]
+        streams = [pool.submit(lambda p: list(llm.stream(p, GREEDY)), p) for p in PROMPTS]
+    for batch in batches:
+        assert [output.outputs[0].token_ids for output in batch.result()] == alone
+    assert [tokens_of(stream.result()) for stream in streams] == alone
+
+
+def test_any_number_of_prompts_may_wait(monkeypatch):
+    configs = []
+    monkeypatch.setattr(
+        "jaxserve.engine.start.build", lambda config, *_, **__: configs.append(config)
+    )
+    for settings in {}, {"max_queued": 5}:
+        with pytest.raises(AttributeError):  # there is no engine
+            LLM(**settings)
+    config, chosen = configs
+    assert min(config.max_queued, config.max_queued_tokens) > 10**12 and chosen.max_queued == 5
+
+
+def test_what_is_no_sampling_params_is_refused(llm):
+    for params in {"max_tokens": 3}, [None]:
+        with pytest.raises(TypeError, match="is no SamplingParams"):
+            llm.generate([[1, 2]], params)
+    with pytest.raises(TypeError, match="None is no SamplingParams"):
+        next(llm.stream([1, 2], None))
+
+
+def test_a_chat_with_no_conversations_is_empty(llm):
+    assert llm.chat([]) == llm.generate([]) == []
 
 
 def test_a_stream_closed_early_takes_nothing_from_another(llm, alone):
