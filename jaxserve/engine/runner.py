@@ -156,10 +156,14 @@ class Runner:
                 jobs[f"step T={bucket_T} {name}"] = job
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             futures = {pool.submit(self._timed, name, job): name for name, job in jobs.items()}
-            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                future.result()
-                if progress:
-                    progress(futures[future], done, len(jobs))
+            try:
+                for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                    future.result()
+                    if progress:
+                        progress(futures[future], done, len(jobs))
+            except BaseException:  # Ctrl-C, or no memory: the others take minutes and help nobody
+                pool.shutdown(cancel_futures=True)
+                raise
         self._warm_count = _compile_counter.count
 
     def _timed(self, name, job):

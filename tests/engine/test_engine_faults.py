@@ -1,5 +1,7 @@
 """Faults that engines like this one have had, each as a test of its kind on a whole engine."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -254,3 +256,19 @@ def test_no_program_is_compiled_under_a_mixed_load(tiny_model):
     arrivals = np.random.default_rng(2).integers(0, 40, 30).tolist()
     run(core, asked, arrivals=arrivals)
     assert core.runner.compilations == before == 0
+
+
+def test_an_interrupted_start_compiles_no_more(tiny_model, monkeypatch):
+    runner, begun = make_core(tiny_model).runner, []
+
+    def compile(name, job):
+        begun.append(name)
+        time.sleep(0.05)
+
+    def interrupt(name, done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_timed", compile)
+    with pytest.raises(KeyboardInterrupt):
+        runner.compile(interrupt)
+    assert len(begun) <= 4  # two at a time, and who took the places of the first to end
