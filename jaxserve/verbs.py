@@ -17,11 +17,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxserve.bench.settings import BenchConfig, ReportConfig, WorkloadConfig
 from jaxserve.config import EngineConfig, SchedulerConfig, ServerConfig, check_path, setting
 from jaxserve.progress import Progress
+from jaxserve.types import RequestRefused
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -182,30 +183,42 @@ def generate(
 
 def chat(engine_config, scheduling, sampling: SamplingConfig, _, cache_dir) -> int:
     """A conversation in the terminal; replies stream in, with their speed."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  for input(): a terminal alone cuts lines at 4096 bytes
     llm = _load(engine_config, scheduling, cache_dir)
-    errors.print(f"{llm.engine.description}\n[dim]Empty line or Ctrl-D ends the chat.[/dim]")
+    errors.print(
+        f"{llm.engine.description}\n"
+        "[dim]Ctrl-C ends an answer; an empty line or Ctrl-D ends the chat.[/dim]"
+    )
     messages = [{"role": "system", "content": sampling.system}] if sampling.system else []
     while True:
         try:
-            line = console.input("[bold]> [/bold]").strip()
+            line = input("> ").strip()
         except EOFError:
             line = ""
         if not line:
             return 0
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _reply(llm, messages, sampling.params())})
+        try:
+            reply = _reply(llm, messages, sampling.params())
+        except RequestRefused as error:  # most often: too long by now
+            errors.print(str(error), style="red", markup=False, soft_wrap=True)
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": reply})
 
 
 def _reply(llm, messages, params) -> str:
     start, first, count, text = time.monotonic(), None, 0, ""
-    for delta in llm.stream(llm.tokenizer.encode_chat(messages), params):
-        first = first or time.monotonic()
-        count += len(delta.token_ids)
-        text += delta.text
-        console.print(delta.text, end="", markup=False, soft_wrap=True)
-    seconds = max(time.monotonic() - first, 1e-9)
+    with contextlib.suppress(KeyboardInterrupt):  # ends the answer, not the chat
+        for delta in llm.stream(llm.tokenizer.encode_chat(messages), params):
+            first = first or time.monotonic()
+            count += len(delta.token_ids)
+            text += delta.text
+            console.print(delta.text, end="", markup=False, soft_wrap=True)
+    seconds = max(time.monotonic() - (first or start), 1e-9)
     speed = f"{(count - 1) / seconds:.1f} tokens/s" if count > 1 else f"{count} token"
-    console.print(f"\n[dim]first token {first - start:.2f} s, {speed}[/dim]")
+    console.print(f"\n[dim]first token {(first or start) - start:.2f} s, {speed}[/dim]")
     return text
 
 
@@ -214,7 +227,7 @@ def info(engine_config, scheduling, _, cache_dir) -> int:
     import jax
 
     llm = _load(engine_config, scheduling, cache_dir)
-    table = Table(show_header=False, box=None)
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
     made_of = llm.engine.manifest
     versions = ", ".join(f"{name} {version}" for name, version in made_of["versions"].items())
     devices = ", ".join(f"{d.id}: {d.device_kind}" for d in jax.devices())

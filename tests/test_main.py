@@ -14,7 +14,7 @@ import pytest
 from jaxserve import config, main, verbs
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.progress import Progress
-from jaxserve.types import EngineFailed
+from jaxserve.types import EngineFailed, OutputDelta, RequestRefused
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 
@@ -162,6 +162,28 @@ def test_without_a_home_folder_the_remedy_is_told(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
     with pytest.raises(ValueError, match="set HOME or XDG_CACHE_HOME"):
         main.cache_dir()
+
+
+def test_a_chat_outlives_an_interrupted_answer_and_a_refused_message(monkeypatch, capsys):
+    seen = []
+
+    def stream(messages, params):
+        seen.append([message["content"] for message in messages])
+        yield OutputDelta(0, text="well", token_ids=[1])
+        if messages[-1]["content"] == "interrupt":
+            raise KeyboardInterrupt
+        if messages[-1]["content"] == "refuse":
+            raise RequestRefused("too long")
+
+    tokenizer = types.SimpleNamespace(encode_chat=list)
+    engine = types.SimpleNamespace(description="a model")
+    llm = types.SimpleNamespace(engine=engine, tokenizer=tokenizer, stream=stream)
+    monkeypatch.setattr(verbs, "_load", lambda *_: llm)
+    lines = iter(["interrupt", "refuse", "again", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert verbs.chat(None, None, verbs.SamplingConfig(), None, None) == 0
+    assert seen[-1] == ["interrupt", "well", "again"]
+    assert "too long" in capsys.readouterr().err
 
 
 def test_help_does_not_load_jax():
