@@ -31,6 +31,9 @@ def document(kind: str, label: str, runs: Sequence[dict], **facts) -> dict:
     }
 
 
+_EVERY = {"kind", "label", "made", "machine", "median", "runs"}  # what every document has
+
+
 def write(path: str | pathlib.Path, documents: Sequence[dict]) -> None:
     option = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     pathlib.Path(path).write_bytes(
@@ -42,11 +45,11 @@ def read(path: str | pathlib.Path) -> list[dict]:
     """The documents of a file that write() wrote; ValueError for any other."""
     try:
         data = orjson.loads(pathlib.Path(path).read_bytes())
-        if data["jaxserve_bench"] == 1:
+        if data["jaxserve_bench"] == 1 and all(each.keys() >= _EVERY for each in data["results"]):
             return data["results"]
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         pass
     raise ValueError(f"{path}: not a file that `jaxserve bench` wrote")
 

@@ -48,7 +48,7 @@ def write(sources: Sequence[str], folder: pathlib.Path) -> pathlib.Path:
 def read_all(sources: Sequence[str]) -> list[dict]:
     """The documents of all files; labels that several files use carry the files' names."""
     documents, users = [], collections.defaultdict(set)
-    for source in sources:
+    for source in dict.fromkeys(sources):
         for document in record.read(source):
             documents.append((source, document))
             users[document["label"]].add(source)

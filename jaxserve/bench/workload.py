@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -197,7 +198,7 @@ _SIMULATED = ("skewed", "poisson")
 def _is_trace(path: pathlib.Path) -> bool:
     """Whether a file holds lengths, not prompts."""
     if path.suffix == ".jsonl":
-        with path.open() as lines:
+        with path.open(encoding="utf-8-sig", errors="replace") as lines:
             return '"input_tokens"' in next(lines, "")
     return path.suffix == ".csv"
 
@@ -216,9 +217,11 @@ def _of_arrivals(config: WorkloadConfig, words: Words, max_len) -> tuple[list[It
         found = sim_workload.read_file(_path(config))
     try:
         found = list(itertools.islice(found, config.num_requests))
+        items = [_of_arrival(number, each, words, max_len) for number, each in enumerate(found)]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{config.workload}: not a trace: {error!r}") from error
-    items = [_of_arrival(number, arrival, words, max_len) for number, arrival in enumerate(found)]
+    if not items:
+        raise ValueError(f"{config.workload}: no requests")
     whole = ((arrival.prompt, arrival.output) for arrival in found)
     cut = sum((len(i.prompt_ids), i.max_tokens) != sizes for i, sizes in zip(items, whole))
     return items, cut
@@ -256,4 +259,6 @@ def _of_file(path: pathlib.Path, config: WorkloadConfig, tokenizer) -> tuple[str
         raise ValueError(f"{path}: no requests, or two of the same id")
     if min(item.max_tokens for item in items) < 1:
         raise ValueError(f"{path}: max_tokens must be at least 1")
+    if not all(0 <= item.arrival < math.inf for item in items):
+        raise ValueError(f"{path}: arrival_s must be a number from 0")
     return name, items

@@ -59,16 +59,23 @@ def read_trace(name: str, folder: pathlib.Path) -> Iterator[Arrival]:
 
 def read_file(path: pathlib.Path) -> Iterator[Arrival]:
     """The arrivals of a .csv with a header, or of a .jsonl: input_tokens and output_tokens, and
-    where there are any arrival_s, session and hash_ids. KeyError for a line without the first two.
+    where there are any arrival_s and session, in a .jsonl also hash_ids. KeyError for a line
+    without the first two, ValueError or TypeError for one whose numbers are none.
     """
-    with path.open(newline="") as lines:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = filter(str.strip, file)
         for record in map(json.loads, lines) if path.suffix == ".jsonl" else csv.DictReader(lines):
-            yield Arrival(
+            arrival = Arrival(
                 time=float(record.get("arrival_s", 0.0)),
-                prompt=max(1, int(record["input_tokens"])),
-                output=max(1, int(record["output_tokens"])),
+                prompt=int(record["input_tokens"]),
+                output=int(record["output_tokens"]),
                 tenant=record.get("session") or "",
-                blocks=tuple(record.get("hash_ids", ())),
+                blocks=tuple(record.get("hash_ids", ())) if path.suffix == ".jsonl" else (),
+            )
+            if not (0 <= arrival.time < math.inf and arrival.prompt >= 0 and arrival.output >= 0):
+                raise ValueError(f"times and tokens are numbers from 0: {record}")
+            yield dataclasses.replace(
+                arrival, prompt=max(1, arrival.prompt), output=max(1, arrival.output)
             )
 
 

@@ -48,7 +48,17 @@ def test_written_and_read(tmp_path):
     assert back[0]["runs"][0]["step_columns"]["rows"] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"results": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"results": []}',
+        '{"jaxserve_bench": 1, "results": [{}]}',
+        '{"jaxserve_bench": 1, "results": [1]}',
+    ],
+)
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
@@ -84,7 +94,7 @@ def test_workloads_are_not_compared_with_each_other(tmp_path):
         made = [record.document("serve", "a server", [run], workload=w) for w in workloads]
         record.write(tmp_path / f"{name}.json", made)
     sources = [str(tmp_path / f"{name}.json") for name in ("one", "two")]
-    found = record.by_workload(report.read_all(sources))
+    found = record.by_workload(report.read_all([*sources, sources[0]]))  # one of them twice
     labels = {title: [document["label"] for document in group] for title, group in found.items()}
     assert labels == {
         "random": ["one: a server", "two: a server"],

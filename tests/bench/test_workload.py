@@ -109,9 +109,35 @@ def test_any_file_of_lengths_is_a_trace(tmp_path):
         "mine: 3 requests, 543 tokens in, 262 out; 2 cut to the model's length"
     )
     assert len(made(path, max_len=2000, num_requests=1).items) == 1
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="not a trace"):
+
+
+@pytest.mark.parametrize(
+    "name, text, reason",
+    [
+        ("w.csv", "a,b\n1,2\n", "not a trace"),
+        ("w.csv", "input_tokens,output_tokens\n", "no requests"),
+        ("w.csv", "", "no requests"),
+        ("w.csv", "input_tokens,output_tokens\n-5,6\n", "numbers from 0"),
+        ("w.csv", "input_tokens,output_tokens,arrival_s\n5,6,inf\n", "numbers from 0"),
+        ("w.jsonl", '{"input_tokens": 5, "output_tokens": 6, "arrival_s": NaN}', "numbers from 0"),
+        ("w.jsonl", '{"input_tokens": 5, "output_tokens": 6, "hash_ids": [-1]}', "w.jsonl: not a"),
+        ("w.jsonl", '{"prompt_ids": [1], "arrival_s": NaN}', "arrival_s must be a number from 0"),
+    ],
+)
+def test_broken_traces_are_refused(tmp_path, name, text, reason):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
         made(path)
+
+
+def test_marks_and_empty_lines_in_traces_are_passed_over(tmp_path):
+    path = tmp_path / "excel.csv"
+    path.write_bytes("\ufeffinput_tokens,output_tokens\r\n5,6\r\n\r\n".encode())
+    assert len(made(path).items) == 1
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"input_tokens": 5, "output_tokens": 6}\n\n' * 2)
+    assert len(made(path).items) == 2
 
 
 @pytest.mark.parametrize(
