@@ -43,13 +43,13 @@ def count_pages(config: EngineConfig, bytes_per_page: int, free: int, platform: 
     if config.num_pages is not None:
         return config.num_pages
     if config.kv_memory_gib is not None:
-        bound = int(config.kv_memory_gib * 2**30)
+        bound = config.kv_memory_gib * 2**30  # inf is no bound
     elif platform == "cpu":
         bound = min(_CPU_KV_DEFAULT, free // 2)
     else:
         bound = int(free * _DEVICE_KV_SHARE)
     pages_a_row = -(-config.max_model_len // config.page_size)
-    pages = min(config.num_slots * pages_a_row + 1, bound // bytes_per_page)
+    pages = int(min(config.num_slots * pages_a_row + 1, bound // bytes_per_page))
     if pages < pages_a_row + 1:
         needed = (pages_a_row + 1) * bytes_per_page / 2**30
         raise ValueError(
