@@ -36,6 +36,7 @@ class _Story:
         self.request_id = request_id
         self.sentences: list[str] = []
         self.request: dict | None = None
+        self.alike: list[str] = []  # ids with this one in them, as that of an X-Request-Id is
         self.choices: dict[int, _Choice] = {}
         self.planned: dict[int, list[tuple[int, bool]]] = {}  # step -> (choice, brings a token)
         self.running: set[tuple[str, int]] = set()  # everybody's sequences
@@ -53,6 +54,8 @@ class _Story:
 
     def _add(self, record: dict) -> None:
         if record["id"] != self.request_id:
+            if self.request_id in record["id"]:
+                self.alike.append(record["id"])
             return
         self.request = record
         choices = record["params"].get("n", 1)
@@ -261,7 +264,8 @@ def explain(path: pathlib.Path, request_id: str) -> list[str]:
             story.last_now = line["now"]
             story.plan(line["now"], line["plan"])
     if story.request is None:
-        raise ValueError(f"{path} knows no request {request_id!r}")
+        alike = f"; did you mean {', '.join(story.alike[:4])}?" if story.alike else ""
+        raise ValueError(f"{path} knows no request {request_id!r}{alike}")
     return story.sentences
 
 

@@ -177,8 +177,10 @@ def test_explain_tells_a_life(tmp_path):
     assert "ended (length)" in story and "first token, after" in story
     last = "\n".join(explain(tmp_path / "log", "r3"))
     assert "because every slot is taken" in last or "was ahead" in last or "too few pages" in last
-    with pytest.raises(ValueError, match="knows no request 'nobody'"):
+    with pytest.raises(ValueError, match=r"knows no request 'nobody'$"):
         explain(tmp_path / "log", "nobody")
+    with pytest.raises(ValueError, match=r"knows no request '3'; did you mean r3\?"):
+        explain(tmp_path / "log", "3")
 
 
 @pytest.mark.parametrize("end", ["abort", "finish", "fail"])

@@ -235,6 +235,17 @@ def test_each_size_has_its_factor():
     assert model.error < 1e-9 and len(set(model.factors)) == 3
 
 
+def test_what_the_steps_do_not_show_has_no_price():
+    """Rough times of short prompts: noise must not become the price of long ones."""
+    draw = np.random.default_rng(0)
+    counts = [draw.integers(1, 9, rows) for rows in draw.integers(1, 5, 400)]
+    parts = np.array([features(np.zeros_like(count_S), count_S) for count_S in counts])
+    seconds = (0.01 + 1e-3 * parts[:, 1]) * draw.lognormal(0, 0.3, len(parts))
+    assert CostModel.fit(parts, seconds).price[3:] == (0, 0, 0)
+    seconds = 0.01 + 1e-3 * parts[:, 1] + 1e-4 * parts[:, 4]
+    assert CostModel.fit(parts, seconds).price[4] == pytest.approx(1e-4, rel=0.01)
+
+
 def test_fit_ignores_pauses_and_never_goes_below_zero():
     draw = np.random.default_rng(0)
     counts = draw.integers(1, 200, 300)
