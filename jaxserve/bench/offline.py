@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import sys
 import time
 from collections.abc import Callable
 
@@ -26,8 +27,9 @@ from jaxserve.types import Request, SamplingParams
 
 def fresh_core(engine, scheduling: SchedulerConfig | None = None, **changes) -> EngineCore:
     """A new core on the programs and pages of `engine` (engine.start.Engine), with settings that
-    need no other programs changed, e.g. batching="static"."""
-    config = dataclasses.replace(engine.config, **changes)
+    need no other programs changed, e.g. batching="static"; its queue refuses nobody."""
+    endless = {"max_queued": sys.maxsize, "max_queued_tokens": sys.maxsize}
+    config = dataclasses.replace(engine.config, **endless | changes)
     runner = engine.core.runner
     scheduler = Scheduler.from_config(
         config, scheduling, eos_ids=engine.model.eos_ids, vocab_size=runner.spec.num_tokens

@@ -1,5 +1,7 @@
 """Runs in process, over the real loop and scheduler with a made-up device."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -108,3 +110,18 @@ def test_occupancy_is_weighed_by_time():
         plan = StepPlan(1, (), *arrays, num_decode=rows, waiting=("somebody",))
         log.on_step(plan, seconds)
     assert log.summary()["occupancy_queued"] == pytest.approx((1.0 * 3 + 0.5 * 1) / 4)
+
+
+def test_any_number_of_requests_may_come_at_once():
+    config = EngineConfig(num_slots=SLOTS, num_pages=PAGES, token_budget=16, max_model_len=64)
+    runner = FakeRunner(SLOTS, PAGES, config.page_size, VOCAB)
+    runner.spec = types.SimpleNamespace(num_tokens=VOCAB)
+    engine = types.SimpleNamespace(
+        config=config,
+        core=types.SimpleNamespace(runner=runner),
+        model=types.SimpleNamespace(eos_ids=()),
+        tokenizer=IdTokenizer(),
+    )
+    items = tuple(Item(f"r{n}", (1, 2), 1) for n in range(config.max_queued + 10))
+    records, _ = offline.run(offline.fresh_core(engine), Workload("many", items))
+    assert len(records) == len(items) and all(record.output_tokens == 1 for record in records)
