@@ -283,86 +283,125 @@ constexpr int PlaceOf(int i) {
   return i / kPlanes * kCount + i % kPlanes + kFirst;
 }
 
-// sums += four inputs' digits times a quad of codes. Written out, as GCC moves sums from register to register
-// around its own intrinsic; it reads what nothing here writes.
+// sums += four inputs' digits times a quad of codes of either panel. Written out, as GCC moves sums from register to
+// register around its own intrinsic.
 template <int kCount, int kPlanes, int kFirst, int kSums>
-JAXSERVE_AVX512 JAXSERVE_INLINE void AddProducts(__m512i (&sums)[kSums], const int8_t* values, __m512i quad) {
+JAXSERVE_AVX512 JAXSERVE_INLINE void AddProducts(__m512i (&sums)[2][kSums], const int8_t* values,
+                                                 const __m512i (&quad)[2]) {
   ForEach<kSums>([&](auto i) JAXSERVE_AVX512 __attribute__((always_inline)) {
-    constexpr int at = PlaceOf<kCount, kPlanes, kFirst>(i) * kBlock;
-    asm("vpdpbusd %c3(%2)%{1to16%}, %1, %0" : "+v"(sums[i]) : "v"(quad), "r"(values), "i"(at));
+    int32_t four;
+    std::memcpy(&four, values + PlaceOf<kCount, kPlanes, kFirst>(i) * kBlock, sizeof(four));
+    const __m512i value = _mm512_set1_epi32(four);
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums[0][i]) : "v"(quad[0]), "v"(value));
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums[1][i]) : "v"(quad[1]), "v"(value));
   });
 }
+
+struct Line {
+  char bytes[64];
+};
+
+// Where a panel's next block lies.
+struct Place {
+  const uint8_t *codes, *scale, *offset, *zeros;
+
+  Place(const Weight& w, int64_t panel)
+      : codes(w.CodesOf(panel)),
+        scale(w.OfPanel(w.scale, panel)),
+        offset(w.OfPanel(w.offset, panel)),
+        zeros(w.zeros == nullptr ? nullptr : w.zeros + panel * w.blocks() * kPanel) {}
+};
 
 // Adds up a part's products. Codes are read as unsigned: signed bytes as 128 more, codes of a group with its own
 // zero point as eighths, 128 above that.
 template <int kCount, int kPlanes, int kFirst, Codes kCodes, int kParts, int kSums>
-JAXSERVE_AVX512 JAXSERVE_INLINE void AddPart(__m512i (&sums)[kSums], const int8_t* values, const uint8_t* codes,
-                                             const uint8_t* zeros) {
+JAXSERVE_AVX512 JAXSERVE_INLINE void AddPart(__m512i (&sums)[2][kSums], const int8_t* values, int part,
+                                             const Place (&places)[2]) {
   const __m512i most = _mm512_set1_epi8(static_cast<char>(0x80));
   if constexpr (kCodes == Codes::kBytes) {
-    for (int q = 0; q < 8 / kParts; ++q) {
-      const __m512i quad = _mm512_xor_si512(_mm512_loadu_si512(codes + q * 64), most);
+    constexpr int kQuads = 8 / kParts;
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads; ++q) {
+      __m512i quad[2];
+      for (int side = 0; side < 2; ++side) {
+        quad[side] = _mm512_xor_si512(_mm512_loadu_si512(places[side].codes + (part * kQuads + q) * 64), most);
+      }
       AddProducts<kCount, kPlanes, kFirst>(sums, values + q * 4, quad);
     }
     return;
   }
   constexpr bool kEighths = kCodes == Codes::kEighths;
   const __m512i some = _mm512_set1_epi8(kEighths ? 0x78 : 15);
-  __m512i above = _mm512_setzero_si512();
+  __m512i above[2];
   if constexpr (kEighths) {
-    const __m512i of_each = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
     const __m512i four_times = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
-    above = _mm512_sub_epi8(most, _mm512_shuffle_epi8(of_each, four_times));
+    for (int side = 0; side < 2; ++side) {
+      const auto* zeros = reinterpret_cast<const __m128i*>(places[side].zeros);
+      const __m512i of_each = _mm512_cvtepu8_epi32(_mm_loadu_si128(zeros));
+      above[side] = _mm512_sub_epi8(most, _mm512_shuffle_epi8(of_each, four_times));
+    }
   }
-  for (int q = 0; q < 4; ++q) {
-    const __m512i both = _mm512_loadu_si512(codes + q * 64);
-    __m512i low = _mm512_and_si512(kEighths ? _mm512_slli_epi16(both, 3) : both, some);
-    __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, kEighths ? 1 : 4), some);
-    AddProducts<kCount, kPlanes, kFirst>(sums, values + q * 4, kEighths ? _mm512_add_epi8(low, above) : low);
-    AddProducts<kCount, kPlanes, kFirst>(sums, values + q * 4 + 16, kEighths ? _mm512_add_epi8(high, above) : high);
+#pragma GCC unroll 8
+  for (int q = 0; q < 8; ++q) {
+    __m512i quad[2];
+    for (int side = 0; side < 2; ++side) {
+      __m512i both;  // q and q + 4; asked for anew, as registers are short
+      asm("vmovdqu64 %1, %0" : "=v"(both) : "m"(*reinterpret_cast<const Line*>(places[side].codes + q % 4 * 64)));
+      if (q >= 4) both = _mm512_srli_epi16(both, kEighths ? 1 : 4);
+      else if (kEighths) both = _mm512_slli_epi16(both, 3);
+      quad[side] = _mm512_and_si512(both, some);
+      if constexpr (kEighths) quad[side] = _mm512_add_epi8(quad[side], above[side]);
+    }
+    AddProducts<kCount, kPlanes, kFirst>(sums, values + q * 4, quad);
   }
 }
 
 // total += scale * the sum over a part of kPlanes digits, kFirst on, of each row's values, times the codes.
 template <int kCount, int kPlanes, int kFirst, Codes kCodes, int kParts, int kRows>
-JAXSERVE_AVX512 JAXSERVE_INLINE void AddDigits(__m512 (&total)[kRows], __m512 scale, const int8_t* values,
-                                               const uint8_t* codes, const uint8_t* zeros, const int32_t* start,
-                                               const float* base) {
-  __m512i sums[kRows * kPlanes];
+JAXSERVE_AVX512 JAXSERVE_INLINE void AddDigits(__m512 (&total)[2][kRows], const __m512 (&scale)[2],
+                                               const int8_t* values, int part, const Place (&places)[2],
+                                               const int32_t* start, const float* base) {
+  __m512i sums[2][kRows * kPlanes];
   ForEach<kRows * kPlanes>([&](auto i) JAXSERVE_AVX512 __attribute__((always_inline)) {
-    sums[i] = _mm512_set1_epi32(start[PlaceOf<kCount, kPlanes, kFirst>(i)]);
+    sums[0][i] = sums[1][i] = _mm512_set1_epi32(start[PlaceOf<kCount, kPlanes, kFirst>(i)]);
   });
-  AddPart<kCount, kPlanes, kFirst, kCodes, kParts>(sums, values, codes, zeros);
+  AddPart<kCount, kPlanes, kFirst, kCodes, kParts>(sums, values, part, places);
   ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
-    const auto digit = [&](auto plane) JAXSERVE_AVX512 __attribute__((always_inline)) {
-      constexpr int i = r * kPlanes + plane;
-      return _mm512_sub_ps(_mm512_castsi512_ps(sums[i]), _mm512_set1_ps(base[PlaceOf<kCount, kPlanes, kFirst>(i)]));
-    };
-    __m512 sum = digit(std::integral_constant<int, 0>());
-    if constexpr (kPlanes > 1) {
-      sum = _mm512_add_ps(digit(std::integral_constant<int, 1>()), sum);
-      sum = _mm512_add_ps(digit(std::integral_constant<int, 2>()), sum);
+    for (int side = 0; side < 2; ++side) {
+      const auto digit = [&](auto plane) JAXSERVE_AVX512 __attribute__((always_inline)) {
+        constexpr int i = r * kPlanes + plane;
+        return _mm512_sub_ps(_mm512_castsi512_ps(sums[side][i]),
+                             _mm512_set1_ps(base[PlaceOf<kCount, kPlanes, kFirst>(i)]));
+      };
+      __m512 sum = digit(std::integral_constant<int, 0>());
+      if constexpr (kPlanes > 1) {
+        sum = _mm512_add_ps(digit(std::integral_constant<int, 1>()), sum);
+        sum = _mm512_add_ps(digit(std::integral_constant<int, 2>()), sum);
+      }
+      total[side][r] = _mm512_fmadd_ps(sum, scale[side], total[side][r]);
     }
-    total[r] = _mm512_fmadd_ps(sum, scale, total[r]);
   });
 }
 
-// A tile of kRows rows times one panel -> totals [kRows][kPanel].
+// A tile of kRows rows times two panels, of weights alike in form -> totals [2][kMostSums][kPanel].
+//
+// Two, because a digit that is spread over a register then serves two products: processors spread one a cycle
+// where they multiply two.
 template <int kRows, Codes kCodes, int kParts, int kCount>
-JAXSERVE_AVX512 void MultiplyTile(const Weight& w, const Digits& x, int64_t tile, int64_t panel, float* totals) {
+JAXSERVE_AVX512 void MultiplyTile(const Pair& pair, const Digits& x, int64_t tile, float* totals) {
   constexpr int kAhead = 4096;  // bytes of codes
   constexpr int kLength = kBlock / kParts, kPlanes = kCount == 1 ? 1 : kCount - 1;
   constexpr bool kEighths = kCodes == Codes::kEighths;
-  const uint8_t* codes = w.CodesOf(panel);
-  const uint8_t* scale = w.OfPanel(w.scale, panel);
-  const uint8_t* offset = w.OfPanel(w.offset, panel);
-  const uint8_t* zeros = kEighths ? w.zeros + panel * x.blocks * kPanel : nullptr;
-  __m512 total[kRows] = {};
-  for (int64_t b = 0; b < x.blocks; ++b, codes += w.block_bytes()) {
+  const int64_t block_bytes = pair.w[0]->block_bytes();
+  Place places[2] = {Place(*pair.w[0], pair.panel[0]), Place(*pair.w[1], pair.panel[1])};
+  __m512 total[2][kRows] = {};
+  for (int64_t b = 0; b < x.blocks; ++b) {
+    for (const Place& place : places) {
 #pragma GCC unroll 8
-    for (int i = 0; i < (kCodes == Codes::kBytes ? 8 : 4); ++i) Prefetch(codes + kAhead + i * 64);
-    Prefetch(scale + kAhead / 8);
-    if constexpr (kEighths) Prefetch(zeros + kAhead / 16);
+      for (int i = 0; i < (kCodes == Codes::kBytes ? 8 : 4); ++i) Prefetch(place.codes + kAhead + i * 64);
+      Prefetch(place.scale + kAhead / 8);
+      if constexpr (kEighths) Prefetch(place.zeros + kAhead / 16);
+    }
     const int64_t at = x.At(tile, b);
     const float* base = x.base + at * kCount;
 #pragma GCC unroll 2
@@ -370,33 +409,41 @@ JAXSERVE_AVX512 void MultiplyTile(const Weight& w, const Digits& x, int64_t tile
       const int64_t group = at * kParts + part * kRows;
       const int32_t* start = x.start + group * kCount;
       const int8_t* values = x.values + at * kCount * kBlock + part * kLength;
-      const uint8_t* of_part = codes + part * kLength * kPanel;
-      const __m512 ws = Floats(w, scale);
-      scale += w.scale_bytes();
+      __m512 scale[2];
+      for (int side = 0; side < 2; ++side) {
+        scale[side] = Floats(*pair.w[side], places[side].scale);
+        places[side].scale += pair.w[side]->scale_bytes();
+      }
       if constexpr (kCount > 1) {
         if (x.wide[tile * x.blocks + b]) {
-          AddDigits<kCount, 1, kPlanes, kCodes, kParts>(total, ws, values, of_part, zeros, start, base);
+          AddDigits<kCount, 1, kPlanes, kCodes, kParts>(total, scale, values, part, places, start, base);
         }
       }
-      AddDigits<kCount, kPlanes, 0, kCodes, kParts>(total, ws, values, of_part, zeros, start, base);
+      AddDigits<kCount, kPlanes, 0, kCodes, kParts>(total, scale, values, part, places, start, base);
       if constexpr (kCount > 1) {
-        if (offset == nullptr) continue;
-        const __m512 wo = Floats(w, offset);
-        offset += w.scale_bytes();
-        ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
-          total[r] = _mm512_fmadd_ps(wo, _mm512_set1_ps(x.sum[group + r]), total[r]);
-        });
+        for (int side = 0; side < 2; ++side) {
+          if (places[side].offset == nullptr) continue;
+          const __m512 offset = Floats(*pair.w[side], places[side].offset);
+          places[side].offset += pair.w[side]->scale_bytes();
+          ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
+            total[side][r] = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.sum[group + r]), total[side][r]);
+          });
+        }
       }
     }
-    if constexpr (kEighths) zeros += kPanel;
+    for (Place& place : places) {
+      place.codes += block_bytes;
+      if constexpr (kEighths) place.zeros += kPanel;
+    }
   }
-  ForEach<kRows>([&](auto r) JAXSERVE_AVX512 __attribute__((always_inline)) {
-    if constexpr (kEighths) total[r] = _mm512_mul_ps(total[r], _mm512_set1_ps(0.125f));
-    _mm512_store_ps(totals + r * kPanel, total[r]);
+  ForEach<2 * kRows>([&](auto i) JAXSERVE_AVX512 __attribute__((always_inline)) {
+    constexpr int side = i / kRows, r = i % kRows;
+    const __m512 unit = _mm512_set1_ps(kEighths ? 0.125f : 1.0f);
+    _mm512_store_ps(totals + (side * kMostSums + r) * kPanel, _mm512_mul_ps(total[side][r], unit));
   });
 }
 
-using TileKernel = void (*)(const Weight&, const Digits&, int64_t tile, int64_t panel, float* totals);
+using TileKernel = void (*)(const Pair&, const Digits&, int64_t tile, float* totals);
 
 template <int kRows, int kCount>
 TileKernel KernelOf(const Weight& w) {
@@ -438,9 +485,9 @@ void MultiplyDigits(const Product* products, int64_t count, const void* x, bool 
       bytes += Digits::Size(tiles, rows, blocks, w->parts, digits);
     }
   }
-  constexpr int64_t kTotals = kMostSums * kPanel;  // of a side
+  constexpr int64_t kSide = kMostSums * kPanel, kTotals = 4 * kSide;  // of a panel, of a thread
   Team team;
-  char* memory = team.Scratch<char>(bytes + NumThreads() * 2 * kTotals * sizeof(float));
+  char* memory = team.Scratch<char>(bytes + NumThreads() * kTotals * sizeof(float));
   float* totals = reinterpret_cast<float*>(memory + bytes);
   for (RoundJob& job : jobs) {
     job.to = Digits(memory, job.to.zero, job.to.parts, digits, tiles, rows, blocks);
@@ -466,17 +513,24 @@ void MultiplyDigits(const Product* products, int64_t count, const void* x, bool 
       kernels[side] = digits == 1 ? KernelOf<1>(*weights[side], rows) : KernelOf<kFine>(*weights[side], rows);
       inputs[side] = &jobs[Find(*weights[side], jobs)].to;
     }
-    float* own = totals + thread * 2 * kTotals;
+    const bool alike = kernels[0] == kernels[1] && inputs[0] == inputs[1];
+    float* own = totals + thread * kTotals;
     // Tiles outside: what is rounded stays in L1 while panels pass.
     for (int64_t tile = tile0; tile < tile1; ++tile) {
       for (int64_t i = begin; i < end; ++i) {
         const Pair pair = PairOf(product, i);
-        for (int side = 0; side < 2; ++side) {
-          kernels[side](*pair.w[side], *inputs[side], tile, pair.panel[side], own + side * kTotals);
+        float* second = own + kSide;
+        if (alike) {
+          kernels[0](pair, *inputs[0], tile, own);
+        } else {  // a gated unit's weights of two forms, which is rare: each twice
+          second = own + 2 * kSide;
+          for (int side = 0; side < 2; ++side) {
+            const Pair twice{{pair.w[side], pair.w[side]}, {pair.panel[side], pair.panel[side]}};
+            kernels[side](twice, *inputs[side], tile, side == 0 ? own : second);
+          }
         }
         for (int64_t r = 0, row = tile * rows; r < rows && row < T; ++r, ++row) {
-          const float* first = own + r * kPanel;
-          FinishPair(product, pair, row, _mm512_load_ps(first), _mm512_load_ps(first + kTotals));
+          FinishPair(product, pair, row, _mm512_load_ps(own + r * kPanel), _mm512_load_ps(second + r * kPanel));
         }
       }
     }
