@@ -58,9 +58,8 @@ Isa DetectIsa() {
                    __builtin_cpu_supports("avx512vnni") != 0}) {
     if (!has) return Isa::kAvx2;
   }
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) {
-    return Isa::kAvx512;
-  }
+  if (!__builtin_cpu_supports("avx512vbmi")) return Isa::kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Vbmi;
   return HasAmx() ? Isa::kAmx : Isa::kAvx512Bf16;
 #else
   return Isa::kPlain;

@@ -12,6 +12,9 @@
 #define JAXSERVE_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define JAXSERVE_AVX512 \
   __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define JAXSERVE_AVX512_VBMI                                                            \
+  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni," \
+                        "avx512vbmi")))
 #define JAXSERVE_AVX512_BF16                                                            \
   __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni," \
                         "avx512vbmi,avx512bf16")))
@@ -32,7 +35,7 @@ typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef uint16_t HalfBits __attribute__((vector_size(32)));
 
 // Instruction sets, each containing those before it.
-enum class Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
+enum class Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vbmi = 3, kAvx512Bf16 = 4, kAmx = 5 };
 
 // The best this processor and kernel offer (asks for AMX permission the first time).
 Isa BestIsa();
@@ -44,7 +47,7 @@ inline Isa ChooseIsa(int64_t wanted) {
 }
 
 // A function compiled once per instruction set: Op::Run<isa>, inlined into a function that may use it.
-// Run<kAvx512Bf16> and Run<kAmx> are not among them: what is theirs is written by hand where it pays.
+// Those above kAvx512 are not among them: what is theirs is written by hand where it pays.
 template <typename Op, typename Signature>
 struct PerIsa;
 

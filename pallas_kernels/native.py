@@ -13,7 +13,7 @@ import sysconfig
 import jax
 
 # Each contains those before it; native.h's order.
-ISAS = ("plain", "avx2", "avx512", "avx512bf16", "amx")
+ISAS = ("plain", "avx2", "avx512", "avx512vbmi", "avx512bf16", "amx")
 TARGETS = (
     "jaxserve_best_token", "jaxserve_linear_floats", "jaxserve_linear_groups",
     "jaxserve_ragged_attention", "jaxserve_rms_norm", "jaxserve_rotate", "jaxserve_zeros",

@@ -188,12 +188,12 @@ Plan MakePlan(const Call<KV>& call, int64_t most_vectors) {
 // Products of bytes and of bfloat16 where they can be had: a query's way must not depend on its mates.
 template <typename KV>
 Way<KV> ChooseWay(const Call<KV>& call) {
-  const bool tiles = call.isa >= Isa::kAvx512Bf16 && call.lanes() == kLanes;
+  const bool whole = call.lanes() == kLanes;
   if constexpr (std::is_same_v<KV, BFloat16>) {
-    if (tiles && call.bfloat16 && call.E % 2 == 0) return ByTiles(call.isa);
+    if (call.isa >= Isa::kAvx512Bf16 && whole && call.bfloat16 && call.E % 2 == 0) return ByTiles(call.isa);
   }
   if constexpr (std::is_same_v<KV, int8_t>) {
-    if (tiles && call.E <= kLongestCodes) return ByCodes(call.isa);
+    if (call.isa >= Isa::kAvx512Vbmi && whole && call.E <= kLongestCodes) return ByCodes(call.isa);
   }
   return ByLanes<KV>();
 }

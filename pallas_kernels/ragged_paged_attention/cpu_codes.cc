@@ -5,13 +5,15 @@
 // and a block's weights, times the scales of its values, of 16 bits of the largest of them. A tile holds
 // the high digits of its vectors, then the low ones. That keeps more of a number than bfloat16 does, and of
 // a float32 query drops a 256th of what its keys, as codes, have lost already. Codes are multiplied as they
-// are, but for their order: K by four elements of 16 keys, V by four keys of 16 elements. The tile unit finds them so in copies; for vector units they are put in order in registers. A
-// vector goes through the same operations whatever tile it is in.
+// are, but for their order: K by four elements of 16 keys, V by four keys of 16 elements. The tile unit finds
+// them so in copies, and vector units where a block has many queries (a third less time for a prompt); for few
+// they are put in order in registers. A vector goes through the same operations whatever tile it is in.
 //
 // With the tile unit few rows wait for memory: a core has 16 lines of 64 bytes on their way at most, and with
 // 128 ns a line that is 8 GB/s, half of what one long stream gets. So copying what is there already costs
 // nothing: pages in the tile unit's own order took half the time from near caches (230 in place of 450 ns for
-// 64 keys of a head), and the same from memory (950). On vector units copies did cost: 500 in place of 360 ns.
+// 64 keys of a head), and the same from memory (950). On vector units copies for a decoding row did cost: 500
+// in place of 360 ns.
 
 #include "cpu_tiles.h"
 
@@ -79,7 +81,7 @@ struct Block {
 Form FormOf(const Call<int8_t>& call, int64_t M) { return {M, call.E, call.scale, call.soft_cap}; }
 
 // 256 high + low, as floats.
-JAXSERVE_AMX inline __m512 Joined(__m512i high, __m512i low) {
+JAXSERVE_AVX512_VBMI inline __m512 Joined(__m512i high, __m512i low) {
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
 }
 
@@ -89,7 +91,7 @@ struct Steps {
 };
 
 // Adds to 16 elements of vector r's values what the sums of its weights' digits say.
-JAXSERVE_AMX inline void AddSums(const Steps& steps, int64_t r, __m512i high, __m512i low, float* value) {
+JAXSERVE_AVX512_VBMI inline void AddSums(const Steps& steps, int64_t r, __m512i high, __m512i low, float* value) {
   const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(value), _mm512_set1_ps(steps.keep[r]));
   _mm512_storeu_ps(value, _mm512_fmadd_ps(Joined(high, low), _mm512_set1_ps(steps.weight[r]), old));
 }
@@ -98,7 +100,7 @@ JAXSERVE_AMX inline void AddSums(const Steps& steps, int64_t r, __m512i high, __
 
 // -> what one step is worth; NaN, and no digits, for a query that is not finite.
 template <typename Number>
-JAXSERVE_AMX float Digits(const Number* from, int64_t E, int64_t steps, int64_t next_step, int8_t* high,
+JAXSERVE_AVX512_VBMI float Digits(const Number* from, int64_t E, int64_t steps, int64_t next_step, int8_t* high,
                           int8_t* low) {
   Lanes top = Fill(0);
   bool finite = true;
@@ -126,14 +128,14 @@ JAXSERVE_AMX float Digits(const Number* from, int64_t E, int64_t steps, int64_t 
 }
 
 template <typename Unit>
-JAXSERVE_AMX void Start(const Call<int8_t>& call, const Tile& tile, float* memory) {
+JAXSERVE_AVX512_VBMI void Start(const Call<int8_t>& call, const Tile& tile, float* memory) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
   const int64_t vectors = form.vectors(), step_bytes = 2 * vectors * kDeep;
   std::memset(work.q, 0, form.padded() * 2 * form.steps() * kDeep);
   for (int64_t m = 0; m < form.M; ++m) {
     int8_t* high = work.q + m / vectors * form.steps() * step_bytes + m % vectors * kDeep;
-    const auto digits = [&](const auto* q) JAXSERVE_AMX {
+    const auto digits = [&](const auto* q) JAXSERVE_AVX512_VBMI {
       return Digits(q + call.QueryAt(tile, m), form.E, form.steps(), step_bytes, high, high + vectors * kDeep);
     };
     work.q_step[m] = call.bfloat16 ? digits(static_cast<const BFloat16*>(call.q_THE))
@@ -145,7 +147,7 @@ JAXSERVE_AMX void Start(const Call<int8_t>& call, const Tile& tile, float* memor
 // ---- keys and values by fours --------------------------------------------------------------------
 
 // 64 bytes as 16 fours: byte i of each from the i-th quarter of `from`.
-JAXSERVE_AMX inline __m512i ByFours(__m512i from) {
+JAXSERVE_AVX512_VBMI inline __m512i ByFours(__m512i from) {
   const __m512i order = _mm512_set_epi8(
       63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26, 10, 57, 41,
       25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20, 4, 51, 35, 19, 3, 50, 34,
@@ -154,8 +156,8 @@ JAXSERVE_AMX inline __m512i ByFours(__m512i from) {
 }
 
 // 16 elements of four values, by fours.
-JAXSERVE_AMX inline __m512i FourOf(const int8_t* at, int64_t stride) {
-  auto load = [](const int8_t* row) JAXSERVE_AMX __attribute__((always_inline)) {
+JAXSERVE_AVX512_VBMI inline __m512i FourOf(const int8_t* at, int64_t stride) {
+  auto load = [](const int8_t* row) JAXSERVE_AVX512_VBMI __attribute__((always_inline)) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
   };
   __m512i rows = _mm512_castsi128_si512(load(at));
@@ -164,27 +166,29 @@ JAXSERVE_AMX inline __m512i FourOf(const int8_t* at, int64_t stride) {
   return ByFours(_mm512_inserti32x4(rows, load(at + 3 * stride), 3));
 }
 
-// Elements past E are whatever lies there: a query's digits are zero for them.
-JAXSERVE_AMX void CopyKeys(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
-                           int8_t* to) {
+// Each key plus `above`, in order. Elements past E are whatever lies there: a query's digits are zero for them.
+JAXSERVE_AVX512_VBMI void CopyKeys(const Block& block, int8_t above) {
+  const auto& [form, work, from, next] = block;
+  int8_t* to = work.keys;
   for (int64_t e = 0; e < form.E; e += kQuad, to += 64) {
 #pragma GCC unroll 4
     for (int64_t g = 0; g < kKeyGroups; ++g) {
       const __m512i elements = _mm512_loadu_si512(from.key[g] + e * kLanes);
-      _mm512_store_si512(to + g * form.steps() * kTileBytes, ByFours(elements));
+      const __m512i in_order = _mm512_add_epi8(ByFours(elements), _mm512_set1_epi8(above));
+      _mm512_store_si512(to + g * form.steps() * kTileBytes, in_order);
       if (form.tiles() == 1) Prefetch(next.key[g] + e * kLanes);
     }
   }
 }
 
 // Keys come in the order in which Weigh packs their weights. One out of sight has weight zero.
-JAXSERVE_AMX void CopyValues(const Groups<int8_t>& from, const Groups<int8_t>& next, const Form& form,
-                             int8_t* values) {
+JAXSERVE_AVX512_VBMI void CopyValues(const Block& block) {
+  const auto& [form, work, from, next] = block;
   const int64_t whole = form.E / kLanes * kLanes, rest = form.E - whole;
   for (int64_t quad = 0; quad < kLanes / kQuad; ++quad) {
     for (int64_t g = 0; g < kKeyGroups; ++g) {
       const int64_t at = quad * kQuad * form.E;
-      int8_t* to = values + (quad * kKeyGroups + g) * 64;
+      int8_t* to = work.values + (quad * kKeyGroups + g) * 64;
       for (int64_t e = 0; e < whole; e += kLanes, to += kTileBytes) {
         _mm512_store_si512(to, FourOf(from.value[g] + at + e, form.E));
         if (form.tiles() == 1) Prefetch(next.value[g] + at + e * kQuad);
@@ -219,12 +223,8 @@ struct TileUnit {
   static void StartSums(const Form&, const Workspace&) {}
   JAXSERVE_AMX static void Begin(const Form& form) { ConfigureTiles(2 * form.vectors(), kFirstRight, 8); }
   JAXSERVE_AMX static void End() { _tile_release(); }
-  JAXSERVE_AMX static void TakeKeys(const Block& block) {
-    CopyKeys(block.groups, block.next, block.form, block.work.keys);
-  }
-  JAXSERVE_AMX static void TakeValues(const Block& block) {
-    CopyValues(block.groups, block.next, block.form, block.work.values);
-  }
+  static void TakeKeys(const Block& block) { CopyKeys(block, 0); }
+  static void TakeValues(const Block& block) { CopyValues(block); }
 
   // The scores of a tile's `rows` vectors, from m0 on, before the scale.
   JAXSERVE_AMX static void Score(const Block& block, int64_t m0, int64_t rows) {
@@ -293,10 +293,10 @@ struct TileUnit {
 // ---- the same on vector units -------------------------------------------------------------------
 
 // They multiply unsigned bytes with signed ones. So keys are taken for 128 more than they are, and sums start
-// at what that will add to them: they come to the same. Keys and values are put in order on their way from
-// their pages to the products, for each piece of a tile anew: there are units enough to do both.
+// at what that will add to them: they come to the same. Where a block has a few queries, its keys and values are
+// put in order on their way from their pages to the products; where it has many, once, in a copy.
 struct VectorUnit {
-  JAXSERVE_AMX static void StartSums(const Form& form, const Workspace& work) {
+  JAXSERVE_AVX512_VBMI static void StartSums(const Form& form, const Workspace& work) {
     const int64_t rows = 2 * form.vectors();
     for (int64_t row = 0; row < 2 * form.padded(); ++row) {
       const int8_t* q = work.q + (row / rows * form.steps() * rows + row % rows) * kDeep;
@@ -309,10 +309,14 @@ struct VectorUnit {
   }
   static void Begin(const Form&) {}
   static void End() {}
-  static void TakeKeys(const Block&) {}
+  static void TakeKeys(const Block& block) {
+    if (Copied(block)) CopyKeys(block, -128);
+  }
 
-  // Elements behind the last whole vector are copied, as [kBlock][16]: a page may end with them.
+  // Without a copy of all, elements behind the last whole vector are copied, as [kBlock][16]: a page may end with
+  // them.
   static void TakeValues(const Block& block) {
+    if (Copied(block)) return CopyValues(block);
     const int64_t E = block.form.E, whole = E / kLanes * kLanes;
     if (whole == E) return;
     for (int64_t key = 0; key < kBlock; ++key) {
@@ -321,30 +325,31 @@ struct VectorUnit {
     }
   }
 
-  JAXSERVE_AMX static void Score(const Block& block, int64_t m0, int64_t rows) {
-    CoverRows<1, kAtOnce>(rows, [&](auto vectors, int64_t r) JAXSERVE_AMX {
-      ScoreVectors<decltype(vectors)::value>(block, m0, r);
+  JAXSERVE_AVX512_VBMI static void Score(const Block& block, int64_t m0, int64_t rows) {
+    const bool copied = Copied(block);
+    CoverRows<1, kAtOnce>(rows, [&](auto vectors, int64_t r) JAXSERVE_AVX512_VBMI {
+      constexpr int kCount = decltype(vectors)::value;
+      copied ? ScoreVectors<kCount, true>(block, m0, r) : ScoreVectors<kCount, false>(block, m0, r);
     });
   }
 
-  JAXSERVE_AMX static void AddValues(const Block& block, const Steps& steps, int64_t rows, int64_t e,
+  JAXSERVE_AVX512_VBMI static void AddValues(const Block& block, const Steps& steps, int64_t rows, int64_t e,
                                      int64_t tiles, float* value) {
-    const int64_t E = block.form.E, end = e / kLanes + tiles, whole = std::min(end, E / kLanes);
-    const Values from{block, steps, rows, block.groups.value, E, value};
-    int64_t c = e / kLanes;
-    for (; c + 4 <= whole; c += 4) AddColumns<4>(from, c);
-    for (; c + 2 <= whole; c += 2) AddColumns<2>(from, c);
-    for (; c < whole; ++c) AddColumns<1>(from, c);
-    if (c == end) return;
+    const int64_t E = block.form.E, first = e / kLanes, end = first + tiles, whole = std::min(end, E / kLanes);
+    if (Copied(block)) return AddAll<true>({block, steps, rows, nullptr, 0, value}, first, end);
+    AddAll<false>({block, steps, rows, block.groups.value, E, value}, first, whole);
+    if (whole == end) return;
     const int8_t* rest[kKeyGroups];
-    for (int g = 0; g < kKeyGroups; ++g) rest[g] = block.work.values + (g * kLanes - c) * kLanes;
-    AddColumns<1>({block, steps, rows, rest, kLanes, value}, c);
+    for (int g = 0; g < kKeyGroups; ++g) rest[g] = block.work.values + (g * kLanes - whole) * kLanes;
+    AddColumns<1, false>({block, steps, rows, rest, kLanes, value}, whole);
   }
 
  private:
   static constexpr int kAtOnce = 3;  // vectors: their digits' sums with 64 keys, or elements, fill 24 registers
 
-  // Values that lie `stride` apart in each group, and where what they weigh is to be added.
+  static bool Copied(const Block& block) { return block.form.tiles() > 1; }
+
+  // Values that lie `stride` apart in each group if they are not copied, and where what they weigh is to be added.
   struct Values {
     const Block& block;
     const Steps& steps;
@@ -355,17 +360,17 @@ struct VectorUnit {
   };
 
   // sum += bytes * codes, four of each. GCC moves sums from register to register around its own intrinsic.
-  JAXSERVE_AMX static __attribute__((always_inline)) void AddProducts(__m512i& sum, __m512i bytes,
+  JAXSERVE_AVX512_VBMI static __attribute__((always_inline)) void AddProducts(__m512i& sum, __m512i bytes,
                                                                       __m512i codes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
   }
 
   // The scores of kCount vectors from r on. High digits' sums come first, then the low ones'.
-  template <int kCount>
-  JAXSERVE_AMX static __attribute__((noinline)) void ScoreVectors(const Block& block, int64_t m0, int64_t r) {
+  template <int kCount, bool kCopied>
+  JAXSERVE_AVX512_VBMI static __attribute__((noinline)) void ScoreVectors(const Block& block, int64_t m0, int64_t r) {
     const Form& form = block.form;
     const int64_t E = form.E, step_bytes = 2 * form.vectors() * kDeep;
-    const bool ahead = form.tiles() == 1 && r == 0;
+    const bool ahead = !kCopied && r == 0;
     const int8_t* q = block.work.q + m0 * 2 * form.steps() * kDeep + r * kDeep;
     const int32_t* start = block.work.q_start + 2 * m0 + r;
     __m512i sum[2 * kCount][kKeyGroups];
@@ -381,8 +386,12 @@ struct VectorUnit {
       __m512i key[kKeyGroups];
 #pragma GCC unroll 4
       for (int g = 0; g < kKeyGroups; ++g) {
-        key[g] = ByFours(_mm512_loadu_si512(block.groups.key[g] + e * kLanes));
-        key[g] = _mm512_xor_si512(key[g], _mm512_set1_epi8(-128));
+        if constexpr (kCopied) {
+          key[g] = _mm512_load_si512(block.work.keys + g * form.steps() * kTileBytes + e * kLanes);
+        } else {
+          key[g] = ByFours(_mm512_loadu_si512(block.groups.key[g] + e * kLanes));
+          key[g] = _mm512_xor_si512(key[g], _mm512_set1_epi8(-128));
+        }
         if (ahead) PrefetchFar(block.next.key[g] + e * kLanes);
       }
 #pragma GCC unroll 6
@@ -404,25 +413,40 @@ struct VectorUnit {
     }
   }
 
+  // Adds elements [16 c, 16 end).
+  template <bool kCopied>
+  JAXSERVE_AVX512_VBMI static void AddAll(const Values& from, int64_t c, int64_t end) {
+    for (; c + 4 <= end; c += 4) AddColumns<4, kCopied>(from, c);
+    for (; c + 2 <= end; c += 2) AddColumns<2, kCopied>(from, c);
+    for (; c < end; ++c) AddColumns<1, kCopied>(from, c);
+  }
+
   // Adds kTiles x 16 elements, from 16 c on.
-  template <int kTiles>
-  JAXSERVE_AMX static void AddColumns(const Values& from, int64_t c) {
-    CoverRows<1, kAtOnce>(from.rows, [&](auto vectors, int64_t r) JAXSERVE_AMX {
-      AddVectors<decltype(vectors)::value, kTiles>(from, c, r);
+  template <int kTiles, bool kCopied>
+  JAXSERVE_AVX512_VBMI static void AddColumns(const Values& from, int64_t c) {
+    CoverRows<1, kAtOnce>(from.rows, [&](auto vectors, int64_t r) JAXSERVE_AVX512_VBMI {
+      AddVectors<decltype(vectors)::value, kTiles, kCopied>(from, c, r);
     });
   }
 
-  template <int kCount, int kTiles>
-  JAXSERVE_AMX static __attribute__((noinline)) void AddVectors(const Values& from, int64_t c, int64_t r) {
+  template <int kCount, int kTiles, bool kCopied>
+  JAXSERVE_AVX512_VBMI static __attribute__((noinline)) void AddVectors(const Values& from, int64_t c, int64_t r) {
     const Block& block = from.block;
-    const bool ahead = block.form.tiles() == 1 && r == 0;
+    const bool ahead = !kCopied && r == 0;
     const int64_t low = block.form.vectors() * kBlock;  // a vector's low digits are so much further
     const uint8_t* weights = block.work.weights + r * kBlock;
     __m512i sum[2 * kCount][kTiles] = {};
     for (int64_t i = 0; i < kBlock / kQuad; ++i, weights += kQuad) {  // in the order in which Weigh packs them
       const int64_t g = i % kKeyGroups, at = i / kKeyGroups * kQuad * from.stride;
       __m512i value[kTiles];
-      Fours(from.groups[g] + at + c * kLanes, from.stride, value);
+      if constexpr (kCopied) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kTiles; ++v) {
+          value[v] = _mm512_load_si512(block.work.values + (c + v) * kTileBytes + i * 64);
+        }
+      } else {
+        Fours(from.groups[g] + at + c * kLanes, from.stride, value);
+      }
       if (ahead) {
 #pragma GCC unroll 4
         for (int v = 0; v < kTiles; ++v) PrefetchFar(block.next.value[g] + at + (c + v) * kLanes * kQuad);
@@ -446,14 +470,14 @@ struct VectorUnit {
 
   // kTiles x 16 elements of four values, by fours.
   template <int kTiles>
-  JAXSERVE_AMX static __attribute__((always_inline)) void Fours(const int8_t* at, int64_t stride,
+  JAXSERVE_AVX512_VBMI static __attribute__((always_inline)) void Fours(const int8_t* at, int64_t stride,
                                                                 __m512i (&four)[kTiles]) {
     if constexpr (kTiles == 1) {
       four[0] = FourOf(at, stride);
       return;
     }
-    auto pair = [&](const int8_t* row) JAXSERVE_AMX __attribute__((always_inline)) {
-      auto load = [](const int8_t* from) JAXSERVE_AMX __attribute__((always_inline)) {
+    auto pair = [&](const int8_t* row) JAXSERVE_AVX512_VBMI __attribute__((always_inline)) {
+      auto load = [](const int8_t* from) JAXSERVE_AVX512_VBMI __attribute__((always_inline)) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
       };
       return _mm512_inserti64x4(_mm512_castsi256_si512(load(row)), load(row + stride), 1);
@@ -475,7 +499,7 @@ struct VectorUnit {
 // ---- a block, for one tile of queries -----------------------------------------------------------
 
 // The largest scale among the values that a bit of `seen` stands for.
-JAXSERVE_AMX inline float LargestScale(const Groups<int8_t>& groups, uint64_t seen) {
+JAXSERVE_AVX512_VBMI inline float LargestScale(const Groups<int8_t>& groups, uint64_t seen) {
   __m512 most = _mm512_setzero_ps();
 #pragma GCC unroll 4
   for (int v = 0; v < kKeyGroups; ++v) {
@@ -487,7 +511,7 @@ JAXSERVE_AMX inline float LargestScale(const Groups<int8_t>& groups, uint64_t se
 
 // The scores of `rows` vectors from m0 on -> digits of their weights, and their state's maximum and sum.
 // state.max counts in scores before the scale and, without a soft cap, in a query's steps.
-JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& sight,
+JAXSERVE_AVX512_VBMI void Weigh(const Form& form, const Workspace& work, const Sight& sight,
                         const Groups<int8_t>& groups, int64_t m0, int64_t rows, const State& state,
                         Steps* steps) {
   alignas(64) float old[kLanes] = {}, best[kLanes] = {}, top[kLanes] = {}, unit[kLanes] = {};
@@ -517,7 +541,7 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
     state.max[m0 + r] = top[r];
   }
   const __m512 tops = _mm512_load_ps(top), units = _mm512_load_ps(unit);
-  auto weight_of = [&](const float* score) JAXSERVE_AMX __attribute__((always_inline)) {
+  auto weight_of = [&](const float* score) JAXSERVE_AVX512_VBMI __attribute__((always_inline)) {
     return Exp2(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(score), tops), units), 0xffff);
   };
   _mm512_store_ps(steps->keep, weight_of(old));
@@ -554,7 +578,7 @@ JAXSERVE_AMX void Weigh(const Form& form, const Workspace& work, const Sight& si
 // ---- a tile of the plan -------------------------------------------------------------------------
 
 template <typename Unit>
-JAXSERVE_AMX void AttendBlock(const Block& block, const Sight& sight, const State& state) {
+JAXSERVE_AVX512_VBMI void AttendBlock(const Block& block, const Sight& sight, const State& state) {
   const Form& form = block.form;
   Unit::TakeKeys(block);
   for (int64_t m0 = 0; m0 < form.M; m0 += form.vectors()) {
@@ -571,7 +595,7 @@ JAXSERVE_AMX void AttendBlock(const Block& block, const Sight& sight, const Stat
 }
 
 template <typename Unit>
-JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t segment, const Tile& after,
+JAXSERVE_AVX512_VBMI void Attend(const Call<int8_t>& call, const Tile& tile, int64_t segment, const Tile& after,
                          float* memory, const State& state) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
@@ -579,7 +603,7 @@ JAXSERVE_AMX void Attend(const Call<int8_t>& call, const Tile& tile, int64_t seg
   Unit::Begin(form);
   ForEachBlock(call, tile, segment, after,
                [&](const Sight& sight, const Groups<int8_t>& groups, const Groups<int8_t>& next)
-                   JAXSERVE_AMX {
+                   JAXSERVE_AVX512_VBMI {
     for (int64_t g = 0; g < kKeyGroups; ++g) {
       Prefetch(next.key_scale[g]);
       Prefetch(next.value_scale[g]);

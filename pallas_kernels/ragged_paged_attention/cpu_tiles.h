@@ -25,13 +25,13 @@ struct Memory {
 };
 
 template <typename T>
-JAXSERVE_AMX inline void Prefetch(const T* at) {
+JAXSERVE_AVX512 inline void Prefetch(const T* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
 }
 
 // Into the second cache: that one has more lines on their way at a time.
 template <typename T>
-JAXSERVE_AMX inline void PrefetchFar(const T* at) {
+JAXSERVE_AVX512 inline void PrefetchFar(const T* at) {
   _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
 }
 
@@ -45,7 +45,7 @@ inline uint64_t Seen(const Sight& sight, int64_t token) {
 // Calls visit(sight, groups, next) for the blocks of a segment. next: the groups to ask memory for
 // meanwhile, of the next block or of the tile that comes after.
 template <typename KV, typename Visit>
-JAXSERVE_AMX void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t segment,
+JAXSERVE_AVX512 void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t segment,
                                const Tile& after, const Visit& visit) {
   Sight sight = FirstSight(call, tile, segment);
   if (sight.from >= sight.to) return;
@@ -69,13 +69,13 @@ JAXSERVE_AMX void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t s
 // are a multiple of kStep. Six rows by four columns have 24 sums: with their operands they fit the 32
 // registers, and even two rows have enough sums for the unit not to wait for the last product.
 template <int kStep, int kRows = 6, typename Piece>
-JAXSERVE_AMX inline void CoverRows(int64_t rows, const Piece& piece, int64_t row = 0) {
+JAXSERVE_AVX512 inline void CoverRows(int64_t rows, const Piece& piece, int64_t row = 0) {
   for (; row + kRows <= rows; row += kRows) piece(std::integral_constant<int, kRows>(), row);
   if constexpr (kRows > kStep) CoverRows<kStep, kRows - kStep>(rows, piece, row);
 }
 
 // Four bytes of a left operand, 16 times.
-JAXSERVE_AMX inline __m512i Broadcast(const void* at) {
+JAXSERVE_AVX512 inline __m512i Broadcast(const void* at) {
   int32_t four;
   std::memcpy(&four, at, sizeof(four));
   return _mm512_set1_epi32(four);

@@ -15,7 +15,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import api, cpu, kv, shapes
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.describe())
 
 ISAS = native.isas()[:3]  # by lanes attention has no code for those above avx512
-BYTE_ISAS = native.isas()[3:]  # where attention multiplies bytes and bfloat16
+BYTE_ISAS = native.isas()[3:]  # attention multiplies bytes, and above avx512vbmi bfloat16
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 BatchShape = shapes.BatchShape
 
