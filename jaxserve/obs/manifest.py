@@ -25,7 +25,15 @@ _PACKAGES = (
     "sentencepiece",
     "llguidance",
 )
-_ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+_ISA_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512vbmi",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+)
 _FILES = {"model", "tokenizer", "chat_template", "decision_log", "compile_cache"}  # settings
 
 
