@@ -181,8 +181,8 @@ void WriteChunks(const Call<KV>& call, const Team& team);
 template <typename KV>
 void WriteToken(const Call<KV>& call, int64_t s, int64_t j, int64_t t);
 
-// A row's only token is written when its block's turn has come (no other row reads that page): by then the page's lines, as many as a turned
-// key has elements, have been asked for, and nobody waits for them.
+// A row's only token is written when its block's turn has come (no other row reads that page): by then the
+// page's lines, as many as a turned key has elements, have been asked for, and nobody waits for them.
 template <typename KV>
 void WriteOnly(const Call<KV>& call, const Tile& tile, const Sight& sight) {
   if (call.Tokens(tile.s) == 1 && sight.position < sight.base + kBlock) {

@@ -101,7 +101,7 @@ JAXSERVE_AVX512_VBMI inline void AddSums(const Steps& steps, int64_t r, __m512i 
 // -> what one step is worth; NaN, and no digits, for a query that is not finite.
 template <typename Number>
 JAXSERVE_AVX512_VBMI float Digits(const Number* from, int64_t E, int64_t steps, int64_t next_step, int8_t* high,
-                          int8_t* low) {
+                                  int8_t* low) {
   Lanes top = Fill(0);
   bool finite = true;
   for (int64_t e = 0; e < E; e += kLanes) {
@@ -334,7 +334,7 @@ struct VectorUnit {
   }
 
   JAXSERVE_AVX512_VBMI static void AddValues(const Block& block, const Steps& steps, int64_t rows, int64_t e,
-                                     int64_t tiles, float* value) {
+                                             int64_t tiles, float* value) {
     const int64_t E = block.form.E, first = e / kLanes, end = first + tiles, whole = std::min(end, E / kLanes);
     if (Copied(block)) return AddAll<true>({block, steps, rows, nullptr, 0, value}, first, end);
     AddAll<false>({block, steps, rows, block.groups.value, E, value}, first, whole);
@@ -361,7 +361,7 @@ struct VectorUnit {
 
   // sum += bytes * codes, four of each. GCC moves sums from register to register around its own intrinsic.
   JAXSERVE_AVX512_VBMI static __attribute__((always_inline)) void AddProducts(__m512i& sum, __m512i bytes,
-                                                                      __m512i codes) {
+                                                                              __m512i codes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
   }
 
@@ -471,7 +471,7 @@ struct VectorUnit {
   // kTiles x 16 elements of four values, by fours.
   template <int kTiles>
   JAXSERVE_AVX512_VBMI static __attribute__((always_inline)) void Fours(const int8_t* at, int64_t stride,
-                                                                __m512i (&four)[kTiles]) {
+                                                                        __m512i (&four)[kTiles]) {
     if constexpr (kTiles == 1) {
       four[0] = FourOf(at, stride);
       return;
@@ -512,8 +512,8 @@ JAXSERVE_AVX512_VBMI inline float LargestScale(const Groups<int8_t>& groups, uin
 // The scores of `rows` vectors from m0 on -> digits of their weights, and their state's maximum and sum.
 // state.max counts in scores before the scale and, without a soft cap, in a query's steps.
 JAXSERVE_AVX512_VBMI void Weigh(const Form& form, const Workspace& work, const Sight& sight,
-                        const Groups<int8_t>& groups, int64_t m0, int64_t rows, const State& state,
-                        Steps* steps) {
+                                const Groups<int8_t>& groups, int64_t m0, int64_t rows, const State& state,
+                                Steps* steps) {
   alignas(64) float old[kLanes] = {}, best[kLanes] = {}, top[kLanes] = {}, unit[kLanes] = {};
   alignas(64) float v_scale[kLanes] = {}, inverse[kLanes];
   uint64_t seen[kVectors];
@@ -596,7 +596,7 @@ JAXSERVE_AVX512_VBMI void AttendBlock(const Block& block, const Sight& sight, co
 
 template <typename Unit>
 JAXSERVE_AVX512_VBMI void Attend(const Call<int8_t>& call, const Tile& tile, int64_t segment, const Tile& after,
-                         float* memory, const State& state) {
+                                 float* memory, const State& state) {
   const Form form = FormOf(call, tile.count * call.group());
   const Workspace work(memory, form);
   std::memset(work.total, 0, form.padded() * kLanes * sizeof(float));

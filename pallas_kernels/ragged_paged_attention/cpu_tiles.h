@@ -46,7 +46,7 @@ inline uint64_t Seen(const Sight& sight, int64_t token) {
 // meanwhile, of the next block or of the tile that comes after.
 template <typename KV, typename Visit>
 JAXSERVE_AVX512 void ForEachBlock(const Call<KV>& call, const Tile& tile, int64_t segment,
-                               const Tile& after, const Visit& visit) {
+                                  const Tile& after, const Visit& visit) {
   Sight sight = FirstSight(call, tile, segment);
   if (sight.from >= sight.to) return;
   Groups<KV> groups(call, tile, sight);
